@@ -1,0 +1,55 @@
+"""How quantizing code tells the probe what it just did: the in-situ interface.
+
+A module or optimizer that quantizes by itself carries an attribute `observer`, None until a probe attaches.
+When it is set and `active`, the owner hands over each tensor together with the scales it *really used*, so
+that the numbers describe the live recipe and not a guess about it. Handing over must cost nothing when
+inactive: check `active` first. An observer never raises and never keeps a reference to `x`.
+"""
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from fp8scope_protocol.commands import Precision
+
+
+class LinearObserver(Protocol):
+    """Attached to one quantized linear layer as `module.observer`."""
+
+    active: bool
+    """True only in sampled steps and outside of activation recomputation."""
+
+    def tensor(
+        self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str
+    ) -> None:
+        """One quantization. x [R, C] high-precision, as quantized (columnwise: already transposed);
+        scales as in `quantize.Quantized`; role activation, weight or gradient."""
+
+    def gemm(self, x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor) -> None:
+        """The operands of one fprop: x [M, K], weight [N, K], both high-precision, and the scales used."""
+
+
+class StateObserver(Protocol):
+    """Attached to an optimizer with quantized states as `optimizer.observer`."""
+
+    active: bool
+
+    def state(self, parameter: Tensor, role: str, x: Tensor, scales: Tensor, *, scaling: str,
+              rounding: str, codes: Tensor) -> None:
+        """One quantized state of `parameter` (local shard). x [R, C] is what was encoded, `codes` the
+        result. For exp_avg_sq the role's x is sqrt(v)."""
+
+
+@runtime_checkable
+class Switchable(Protocol):
+    """A layer whose precision can be changed in a live run."""
+
+    precision: Precision
+
+    def set_precision(self, precision: Precision) -> None:
+        """Takes effect with the next forward. Call at a step boundary, on all ranks alike."""
+
+
+def switchable_layers(model: nn.Module) -> dict[str, Switchable]:
+    """Every switchable layer of `model` by its qualified name (wrapper prefixes not yet stripped)."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Switchable)}
