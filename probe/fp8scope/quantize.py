@@ -57,7 +57,9 @@ def scale_of(amax: Tensor, element: Format, *, power_of_two: bool = False) -> Te
 
 def tile_amax(x: Tensor) -> Tensor:
     """Largest |x| of each [1,128] tile of x [R, C] -> fp32 [R, ceil(C / 128)]. NaN and Inf stay visible."""
-    return _tiled(x.float().abs()).amax(dim=-1) if x.numel() else x.new_zeros(_tiles_shape(x), dtype=torch.float32)
+    if x.numel() == 0:
+        return x.new_zeros(_tiles_shape(x), dtype=torch.float32)
+    return _tiled(x.float().abs()).amax(dim=-1)
 
 
 def block_amax(x: Tensor) -> Tensor:
