@@ -1,0 +1,53 @@
+# make demo   the whole loop on this machine, in the browser
+# make test   every test, headless Chromium included
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+export PYTHONUNBUFFERED := 1
+
+.PHONY: demo test check fmt bench chromium clean
+
+demo: $(VENV)/.all
+	$(BIN)/fp8scope demo $(ARGS)
+
+test: $(VENV)/.dev chromium
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_house.py
+
+fmt: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev
+	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file --quick || exit 1; done
+
+# The browser tests drive the system's Chromium; only the system can install it.
+chromium:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null; \
+	  else \
+	    echo "make test needs Chromium; install it, for example: sudo apt-get install chromium" >&2; exit 1; \
+	  fi
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "fp8scope needs Python 3.11 or newer; name one with make PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.all: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing fp8scope and what it needs into $(VENV)"
+	$(PIP) --editable '.[all]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing fp8scope, its tests and tools into $(VENV)"
+	$(PIP) --editable '.[dev]'
+	touch $@ $(VENV)/.all
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache
