@@ -45,13 +45,14 @@ class Quantized(NamedTuple):
 def scale_of(amax: Tensor, element: Format, *, power_of_two: bool = False) -> Tensor:
     """Dequantization scale (fp32) for each `amax`; 1 where amax is zero, NaN or Inf.
 
-    With `power_of_two` the scale is rounded up to one, exactly: no logarithm is involved.
+    With `power_of_two` the scale is rounded up to one on its bits: exact on every device.
     """
     usable = torch.isfinite(amax) & (amax > 0)
-    scale = (amax.float() / element.largest).clamp_min(SMALLEST_SCALE)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa in [0.5, 1)
-        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).to(exponent.dtype))
+    # Dividing by a Python number would, on CUDA, multiply by its reciprocal: another scale in the last bit.
+    largest = amax.new_full((), element.largest, dtype=torch.float32)
+    scale = (amax.float() / largest).clamp_min(SMALLEST_SCALE)
+    if power_of_two:  # carry any mantissa bit into the exponent, then drop the mantissa
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     return torch.where(usable, scale, torch.ones_like(scale))
 
 
