@@ -1,0 +1,64 @@
+"""Host, Origin and token, on HTTP and websockets."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from fp8scope_protocol import access
+
+
+def _scope(headers: dict[str, str], path: str = "/x", kind: str = "http") -> access.Scope:
+    pairs = [(k.lower().encode(), v.encode()) for k, v in headers.items()]
+    return {"type": kind, "path": path, "headers": pairs}
+
+
+async def _app(scope: access.Scope, receive: access.Receive, send: access.Send) -> None:
+    raise AssertionError("reached")
+
+
+GUARD = access.Guard(_app, token="secret")
+GOOD = {"host": "127.0.0.1:8050", "authorization": "Bearer secret"}
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (GOOD, None),
+        (GOOD | {"origin": "http://127.0.0.1:8050"}, None),
+        (GOOD | {"host": "localhost:8050"}, None),
+        (GOOD | {"host": "[::1]:8050"}, None),
+        ({"host": "127.0.0.1:8050", "cookie": f"a=b; {access.COOKIE}=secret"}, None),
+        ({"host": "127.0.0.1:8050"}, 401),
+        (GOOD | {"authorization": "Bearer wrong"}, 401),
+        (GOOD | {"authorization": "Basic secret"}, 401),
+        (GOOD | {"host": "attacker.example:8050"}, 421),
+        (GOOD | {"host": ""}, 421),
+        (GOOD | {"origin": "http://attacker.example"}, 403),
+        (GOOD | {"origin": "http://127.0.0.1:9999"}, 403),
+        (GOOD | {"origin": "null"}, 403),
+    ],
+)
+def test_guard(kind: str, headers: dict[str, str], status: int | None) -> None:
+    """Every request needs a known Host, a known Origin if it has one, and the token."""
+    refusal = GUARD.refusal(_scope(headers, kind=kind))
+    assert (refusal and refusal[0]) == status
+
+
+def test_open_paths_need_no_token_but_a_known_host() -> None:
+    """Health checks come without a token; a rebound name still gets nothing."""
+    assert GUARD.refusal(_scope({"host": "localhost"}, path="/healthz")) is None
+    refusal = GUARD.refusal(_scope({"host": "evil.example"}, path="/healthz"))
+    assert refusal is not None
+    assert refusal[0] == 421
+
+
+def test_token_file_is_private_and_stable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start writes it with mode 0600; later ones read it."""
+    monkeypatch.delenv("FP8SCOPE_TOKEN", raising=False)
+    monkeypatch.setenv("FP8SCOPE_TOKEN_FILE", str(tmp_path / "deep" / "token"))
+    token = access.ensure_token()
+    assert access.ensure_token() == token == access.read_token()
+    assert stat.S_IMODE((tmp_path / "deep" / "token").stat().st_mode) == 0o600
+    assert len(token) > 40
