@@ -67,7 +67,7 @@ def block_amax(x: Tensor) -> Tensor:
     """Largest |x| of each [128,128] block of x [R, C] -> fp32 [ceil(R / 128), ceil(C / 128)]."""
     rows = tile_amax(x)
     padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % TILE))
-    return padded.view(-1, TILE, rows.shape[1]).amax(dim=1) if padded.numel() else padded
+    return padded.view(padded.shape[0] // TILE, TILE, rows.shape[1]).amax(dim=1)
 
 
 def quantize_tiles(
@@ -120,7 +120,7 @@ def _encode(x: Tensor, amax: Tensor, scales: Tensor, element: Format, *, rows_pe
         scales = scales.repeat_interleave(rows_per_scale, dim=0)[:rows]
     y = (_tiled(x.float()) / scales.unsqueeze(-1)).clamp(-element.largest, element.largest)
     y = torch.where(torch.isfinite(amax).unsqueeze(-1), y, torch.nan)
-    return y.to(DTYPES[element.name]).view(rows, -1)[:, :columns].contiguous()
+    return y.to(DTYPES[element.name]).flatten(1)[:, :columns].contiguous()
 
 
 def _tiled(x: Tensor) -> Tensor:
