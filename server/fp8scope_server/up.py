@@ -1,0 +1,117 @@
+"""`fp8scope up`: the collector and the dashboard on this machine, until Ctrl-C."""
+
+import argparse
+import importlib.util
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+
+from fp8scope_protocol.access import data_home, ensure_token
+from fp8scope_protocol.errors import Fp8scopeError, Invalid
+from fp8scope_server.children import Child
+
+START_SECONDS = 120.0
+"""Longest wait for a service: a first start creates a database cluster, a start after a crash replays one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Services:
+    """Where the two services listen, and how to talk to them."""
+
+    collector: str
+    dashboard: str
+    token: str
+
+    @property
+    def login(self) -> str:
+        """The dashboard with the token in the fragment, which no browser ever sends to a server."""
+        return f"{self.dashboard}/login#{self.token}"
+
+    def client(self) -> httpx.Client:
+        """An HTTP client of the collector with the local token."""
+        headers = {"authorization": f"Bearer {self.token}"}
+        return httpx.Client(base_url=self.collector + "/api/v1", headers=headers, timeout=30, trust_env=False)
+
+
+@contextmanager
+def services(*, port: int, dashboard_port: int) -> Iterator[Services]:
+    """Start both services and wait until they answer; end both on leaving."""
+    if importlib.util.find_spec("dash") is None:
+        raise Fp8scopeError("the dashboard is not installed; pip install 'fp8scope[dashboard]'")
+    for name, number in (("port", port), ("dashboard-port", dashboard_port)):
+        _check_free(name, number)
+    found = Services(collector=f"http://127.0.0.1:{port}", dashboard=f"http://127.0.0.1:{dashboard_port}",
+                     token=ensure_token())
+    logs = data_home() / "logs"
+    with Child("collector", "fp8scope_server.serve", log=logs / "collector.log",
+               environment={"FP8SCOPE_HOST": "127.0.0.1", "FP8SCOPE_PORT": str(port)}) as collector:
+        _wait(collector, found.collector)
+        with Child("dashboard", "fp8scope_dashboard.serve", log=logs / "dashboard.log",
+                   environment={"FP8SCOPE_DASHBOARD_HOST": "127.0.0.1",
+                                "FP8SCOPE_DASHBOARD_PORT": str(dashboard_port),
+                                "FP8SCOPE_COLLECTOR": found.collector}) as dashboard:
+            _wait(dashboard, found.dashboard)
+            yield found
+
+
+def wait_for_interrupt() -> None:
+    """Return at the first SIGINT or SIGTERM."""
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    while not stopped.wait(3600):
+        pass
+
+
+def raise_on_terminate() -> None:
+    """SIGTERM ends this process as Ctrl-C does: through every `with` block."""
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def _check_free(name: str, port: int) -> None:
+    if not 0 < port < 65536:
+        raise Invalid(name, port, "must be 1 to 65535")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            rule = f"cannot listen there ({error.strerror}); name another with --{name}"
+            raise Invalid(name, port, rule) from None
+
+
+def _wait(child: Child, url: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if not child.running:
+            raise Fp8scopeError(f"the {child.name} ended at its start; its log {child.log} ends with:\n"
+                                + child.last_lines())
+        try:
+            if httpx.get(url + "/healthz", timeout=2, trust_env=False).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
+    raise Fp8scopeError(f"the {child.name} did not answer within {START_SECONDS:g} s; see {child.log}")
+
+
+def main(argv: list[str]) -> int:
+    """Entry of `fp8scope up`."""
+    parser = argparse.ArgumentParser(prog="fp8scope up", description=__doc__)
+    parser.add_argument("--port", type=int, default=8050, help="of the collector (8050)")
+    parser.add_argument("--dashboard-port", type=int, default=8051, help="of the dashboard (8051)")
+    options = parser.parse_args(argv)
+    raise_on_terminate()
+    with services(port=options.port, dashboard_port=options.dashboard_port) as found:
+        print(f"dashboard  {found.login}\ncollector  {found.collector}\nCtrl-C ends both", flush=True)
+        wait_for_interrupt()
+    return 0
