@@ -11,12 +11,12 @@ How the policy survives the compiler:
   worst, and x * (1 / s) yields other codes.
 - NaN codes are written as such; nothing relies on what a cast does with NaN or beyond the largest code.
 
-Layout. x [R, C] may have any strides; offsets are 64-bit, for tensors beyond 2^31 elements. Codes are row-major.
-Tile scales are written with their rows adjacent, [R, ceil(C / 128)] of strides (1, R): neighbouring threads
-own neighbouring rows, and it is the layout that block-scaled GEMMs take. Block scales are row-major.
+Layout. x [R, C] may have any strides; offsets are 64-bit, for tensors beyond 2^31 elements. Codes are
+row-major. Tile scales are written with their rows adjacent, [R, ceil(C / 128)] of strides (1, R): neighbouring
+threads own neighbouring rows, and block-scaled GEMMs take that layout. Block scales are row-major.
 
-The casts need compute capability 8.9. Under TRITON_INTERPRET=1 the kernels run on CPU tensors, except that the
-interpreter rounds about 2 % of values to another E4M3 code than the hardware.
+The casts need compute capability 8.9. Under TRITON_INTERPRET=1 the kernels run on CPU tensors; there about 2 %
+of values get a wrong code: where rounding up should carry into the exponent, the interpreter loses the carry.
 """
 
 import torch
@@ -166,8 +166,10 @@ def quantize_tiles(
     return Quantized(codes, used, "tile 1x128")
 
 
-def quantize_tiles_both(x: Tensor, element: Format, *, power_of_two: bool = False) -> tuple[Quantized, Quantized]:
-    """Tiles of x [R, C] and tiles of x.t() [C, R] from one read of x."""
+def quantize_tiles_both(
+    x: Tensor, element: Format, *, power_of_two: bool = False
+) -> tuple[Quantized, Quantized]:
+    """Twin of `quantize.quantize_tiles_both`: x [R, C] and x.t() [C, R] from one read."""
     check_matrix(x)
     rows, columns = x.shape
     row_blocks, column_blocks = triton.cdiv(rows, TILE_EDGE), triton.cdiv(columns, TILE_EDGE)
@@ -177,8 +179,8 @@ def quantize_tiles_both(x: Tensor, element: Format, *, power_of_two: bool = Fals
         with torch.cuda.device_of(x):
             _both_kernel[(row_blocks * column_blocks,)](
                 x, codes.view(torch.uint8), scales, t_codes.view(torch.uint8), t_scales,
-                rows, columns, *x.stride(),
-                LARGEST=element.largest, CODE=CODE_TYPES[element.name], POWER_OF_TWO=power_of_two, num_warps=8,
+                rows, columns, *x.stride(), LARGEST=element.largest, CODE=CODE_TYPES[element.name],
+                POWER_OF_TWO=power_of_two, num_warps=8,
             )
     return Quantized(codes, scales, "tile 1x128"), Quantized(t_codes, t_scales, "tile 1x128")
 
