@@ -74,12 +74,17 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def id(self) -> str:
         """First 16 bytes of SHA-256 of the canonical encoding, as 32 hex digits."""
-        return hashlib.sha256(encode_layout(self)).digest()[:16].hex()
+        return layout_id(encode_layout(self))
 
 
 def encode_layout(layout: Layout) -> bytes:
     """Canonical bytes: msgpack with fields in declaration order."""
     return msgspec.msgpack.encode(layout)
+
+
+def layout_id(data: bytes) -> str:
+    """The id of the layout that `data` encodes."""
+    return hashlib.sha256(data).digest()[:16].hex()
 
 
 def decode_layout(data: bytes) -> Layout:
