@@ -1,0 +1,79 @@
+"""The probe's settings: one frozen object, read once from the environment when a probe attaches."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fp8scope_protocol.access import data_home
+from fp8scope_protocol.errors import Invalid
+
+PREFIX = "FP8SCOPE_"
+OFFLINE = "offline"
+"""Value of `collector` that keeps everything in the spool and sends nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSettings:
+    """Each field is read from the variable FP8SCOPE_ + its name in capitals."""
+
+    collector: str = "http://127.0.0.1:8050"
+    """Address of the collector; `offline` fills the spool and sends nothing."""
+    spool: Path = field(default_factory=lambda: data_home() / "spool")
+    """Folder that holds what was measured and not yet acknowledged."""
+    spool_bytes: int = 2 * 2**30
+    """Hard limit of one producer's spool; beyond it the oldest segment goes, counted."""
+    queue_bytes: int = 256 * 2**20
+    """Memory for measurements that wait for the probe's threads; beyond it full measurements go, counted."""
+    poll_seconds: float = 5.0
+    """Time between two questions for commands, when remote control is on."""
+    exit_seconds: float = 5.0
+    """Longest time that closing goes on sending; what remains stays in the spool."""
+    request_seconds: float = 10.0
+    """Longest time one request to the collector may take."""
+    retry_seconds: float = 30.0
+    """Longest pause between two tries, unless the collector asks for a longer one."""
+    handshake_seconds: float = 30.0
+    """Longest time attaching waits for the probes of the other ranks."""
+    reduce_seconds: float = 1800.0
+    """Longest time a reduction waits for a stalled rank before this rank goes on alone."""
+
+    def __post_init__(self) -> None:
+        if self.collector != OFFLINE:
+            parts = urlsplit(self.collector)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise Invalid("collector", self.collector, f"must be http(s)://HOST[:PORT], or {OFFLINE!r}")
+        for name, least in (("spool_bytes", 2**16), ("queue_bytes", 2**16)):
+            if getattr(self, name) < least:
+                raise Invalid(name, getattr(self, name), f"must be at least {least} bytes")
+        for one in fields(self):
+            if one.name.endswith("_seconds") and not 0 < getattr(self, one.name) <= 86_400:
+                raise Invalid(one.name, getattr(self, one.name), "must be over 0 and at most 86400 seconds")
+
+    @property
+    def offline(self) -> bool:
+        """True when nothing is sent."""
+        return self.collector == OFFLINE
+
+
+def read_settings(environment: Mapping[str, str] = os.environ, **given: Any) -> ProbeSettings:
+    """Settings from `environment`; what is `given` (and not None) wins over it."""
+    values = {name: value for name, value in given.items() if value is not None}
+    for one in fields(ProbeSettings):
+        text = environment.get(PREFIX + one.name.upper(), "")
+        if one.name in values or not text:
+            continue
+        try:
+            values[one.name] = _PARSERS[one.type](text)
+        except ValueError:
+            raise Invalid(PREFIX + one.name.upper(), text, f"must be {_kind(one.type)}") from None
+    return ProbeSettings(**values)
+
+
+_PARSERS: dict[Any, Any] = {str: str, int: int, float: float, Path: Path}
+
+
+def _kind(type_: Any) -> str:
+    return {int: "a whole number", float: "a number"}.get(type_, "text")

@@ -1,0 +1,303 @@
+"""The spool: what was measured and not yet acknowledged, on disk.
+
+    SPOOL/<run>/<attempt>/<producer>/00000000.f8ss, 00000001.f8ss, ...    folders 0700, files 0600
+
+Every attempt has its own folder: a resumed run counts from seq 0 again and collides with nothing. Only
+wholly acknowledged segments are deleted. There is no file of positions: after a crash a segment is sent
+again from its start, and the collector knows a batch by (attempt, producer, seq).
+
+A lock file says that a living process owns the folder; what a dead one left is taken over by `adopt`.
+
+The disk may fail, be full or vanish. Then the spool goes on in memory, within a limit, and every batch it
+has to give up is counted by reason in `lost`; nothing is raised to the caller. Segments are flushed to the
+device when they end: a killed process loses nothing, a power cut at most one segment.
+"""
+
+import fcntl
+import logging
+import os
+import threading
+from collections import Counter, deque
+from io import BufferedReader, FileIO
+from pathlib import Path
+
+from fp8scope.segment import (
+    HEAD,
+    MAGIC,
+    SUFFIX,
+    Kind,
+    Record,
+    Segment,
+    encode_record,
+    read_record,
+    run_folder,
+    scan_segment,
+    segment_paths,
+)
+from fp8scope_protocol.series import layout_id
+
+LOG = logging.getLogger("fp8scope")
+
+SEGMENT_BYTES = 16 * 2**20
+LOCK = "lock"
+
+
+class Spool:
+    """First in, first out, across crashes. One thread appends, another one peeks and acknowledges."""
+
+    def __init__(
+        self, folder: Path, *, limit: int, memory_limit: int, hello: bytes = b"",
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        self.folder = folder
+        self.hello = hello
+        self.layouts: dict[str, bytes] = {}
+        """Layouts by id; that of every batch that `peek` returned is there."""
+        self.lost: Counter[str] = Counter()
+        self.on_disk = True
+        """False once the disk failed, or if another process owns the folder."""
+        self._limit = limit
+        self._memory_limit = memory_limit
+        self._segment_bytes = min(segment_bytes, limit // 4)
+        self._lock = threading.Lock()
+        self._segments: deque[Segment] = deque()
+        self._number = 0  # of the next segment
+        self._owner: int | None = None  # descriptor of the lock file
+        self._writer: FileIO | None = None
+        self._reader: BufferedReader | None = None
+        self._written: set[str] = set()  # layouts in the segment being written
+        self._head: Record | None = None  # read from disk, not acknowledged
+        self._memory: deque[Record] = deque()
+        self._memory_bytes = 0
+        try:
+            for path in (*reversed(folder.parents), folder):
+                path.mkdir(mode=0o700, exist_ok=True)
+            self._owner = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._recover()
+        except OSError as error:
+            self._leave_disk(error)
+
+    def append(self, seq: int, payload: bytes, layout: tuple[str, bytes] | None = None) -> None:
+        """Keep a batch; `layout` is the id and bytes of the layout its planes name."""
+        record = Record(Kind.BATCH, seq, payload)
+        with self._lock:
+            if layout is not None:
+                self.layouts.setdefault(*layout)
+            if self.on_disk:
+                try:
+                    self._write(record, layout)
+                    return
+                except OSError as error:
+                    self._leave_disk(error)
+            self._keep_in_memory(record)
+
+    def peek(self) -> Record | None:
+        """The oldest batch that is not acknowledged, or None."""
+        with self._lock:
+            while self._head is None and self._segments:
+                if self._segments[0].pending:
+                    self._head = self._read(self._segments[0])
+                elif len(self._segments) > 1:
+                    self._remove_oldest()
+                else:
+                    break
+            if self._head is None and self._memory:
+                return self._memory[0]
+            return self._head
+
+    def ack(self, record: Record) -> None:
+        """Forget `record`, which `peek` returned. Harmless when a limit dropped it meanwhile."""
+        with self._lock:
+            if self._memory and self._memory[0] is record:
+                self._memory_bytes -= len(self._memory.popleft().payload)
+            elif self._head is record:
+                self._head = None
+                self._segments[0].pending -= 1
+
+    def pending(self) -> int:
+        """How many batches are not acknowledged."""
+        with self._lock:
+            return sum(segment.pending for segment in self._segments) + len(self._memory)
+
+    def size(self) -> int:
+        """Bytes on disk."""
+        with self._lock:
+            return sum(segment.size for segment in self._segments)
+
+    def trim(self, limit: int) -> None:
+        """Drop oldest segments, counted, until at most `limit` bytes are left."""
+        with self._lock:
+            self._drop_beyond(limit)
+
+    def close(self) -> None:
+        """Flush, let go of the folder, and remove what is wholly acknowledged."""
+        with self._lock:
+            self._end_segment()
+            while self._segments and self._segments[0].pending == 0:
+                self._remove_oldest()
+            self._end_reading()
+            if self._owner is None:
+                return
+            if not self._segments and self.on_disk:
+                _remove_folder(self.folder)
+            os.close(self._owner)
+            self._owner = None
+
+    def _recover(self) -> None:
+        """Take over segments that an earlier process left, without a torn last record."""
+        for path in segment_paths(self.folder):
+            self._number = int(path.stem) + 1
+            pending, good = scan_segment(path)
+            if good < path.stat().st_size:
+                self.lost["torn"] += 1
+                LOG.warning("fp8scope: %s ends in a torn record; it is cut off at byte %d", path, good)
+                os.truncate(path, good)
+            if pending:
+                self._segments.append(Segment(path, good, pending))
+            else:
+                path.unlink()
+
+    def _write(self, record: Record, layout: tuple[str, bytes] | None) -> None:
+        data = encode_record(record)
+        announced = encode_record(Record(Kind.LAYOUT, 0, layout[1])) if layout is not None else b""
+        size = len(announced) + len(data)
+        if self._writer is None or self._segments[-1].size + size > self._segment_bytes:
+            self._end_segment()
+            if not self._make_room(size):
+                self.lost["spool full"] += 1
+                return
+            self._begin_segment()
+        if layout is not None and layout[0] not in self._written:
+            data = announced + data
+            self._written.add(layout[0])
+        self._put(data)
+        self._segments[-1].pending += 1
+
+    def _put(self, data: bytes) -> None:
+        """Write `data` wholly, or leave the segment as it was and raise."""
+        assert self._writer is not None
+        segment = self._segments[-1]
+        try:
+            if self._writer.write(data) != len(data):
+                raise OSError("the disk took only a part of a record")
+        except OSError:
+            os.truncate(segment.path, segment.size)
+            raise
+        segment.size += len(data)
+
+    def _begin_segment(self) -> None:
+        path = self.folder / f"{self._number:08d}{SUFFIX}"
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        self._writer = FileIO(handle, "wb")
+        self._number += 1
+        self._segments.append(Segment(path, 0, 0))
+        self._written.clear()
+        self._put(MAGIC + encode_record(Record(Kind.HELLO, 0, self.hello)))
+
+    def _end_segment(self) -> None:
+        if self._writer is None:
+            return
+        try:
+            os.fdatasync(self._writer.fileno())
+            self._writer.close()
+        except OSError as error:
+            LOG.warning("fp8scope: cannot flush the spool %s: %s", self.folder, error)
+        self._writer = None
+
+    def _make_room(self, size: int) -> bool:
+        """Drop oldest segments until one with a record of `size` fits; False if it never will."""
+        needed = max(size + len(self.hello) + len(MAGIC) + HEAD.size, self._segment_bytes)
+        if needed > self._limit:
+            return False
+        self._drop_beyond(self._limit - needed)
+        return True
+
+    def _drop_beyond(self, limit: int) -> None:
+        while self._segments and sum(segment.size for segment in self._segments) > limit:
+            dropped = self._segments[0].pending
+            if dropped and not self.lost["spool full"]:
+                LOG.warning("fp8scope: the spool %s is full; its oldest batches are dropped", self.folder)
+            self.lost["spool full"] += dropped
+            self._remove_oldest()
+
+    def _remove_oldest(self) -> None:
+        segment = self._segments.popleft()
+        self._head = None
+        self._end_reading()
+        try:
+            segment.path.unlink(missing_ok=True)
+        except OSError as error:
+            LOG.warning("fp8scope: cannot remove %s: %s", segment.path, error)
+
+    def _read(self, segment: Segment) -> Record | None:
+        """Next batch of the oldest segment. If it cannot be read the rest of the segment is lost."""
+        try:
+            if self._reader is None:
+                self._reader = segment.path.open("rb")
+                self._reader.seek(len(MAGIC))
+            while (record := read_record(self._reader)) is not None:
+                if record.kind is Kind.BATCH:
+                    return record
+                if record.kind is Kind.HELLO:
+                    self.hello = record.payload
+                else:
+                    self.layouts[layout_id(record.payload)] = record.payload
+            reason = "a record is damaged"
+        except OSError as error:
+            reason = str(error)
+        LOG.warning("fp8scope: %d batches of %s are lost: %s", segment.pending, segment.path, reason)
+        self.lost["unreadable"] += segment.pending
+        if segment is self._segments[-1]:
+            self._end_segment()
+        self._remove_oldest()
+        return None
+
+    def _end_reading(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _keep_in_memory(self, record: Record) -> None:
+        self._memory.append(record)
+        self._memory_bytes += len(record.payload)
+        while self._memory_bytes > self._memory_limit:
+            self._memory_bytes -= len(self._memory.popleft().payload)
+            self.lost["memory full"] += 1
+
+    def _leave_disk(self, error: OSError) -> None:
+        self.on_disk = False
+        self._end_segment()
+        LOG.warning("fp8scope: the spool %s cannot be used (%s); up to %d bytes are kept in memory instead",
+                    self.folder, error, self._memory_limit)
+
+
+def adopt(root: Path, run: str, *, limit: int) -> list[Spool]:
+    """Spools of `run` that no living process owns, the oldest attempt first, within `limit` bytes in all."""
+    folders = [path for path in run_folder(root, run).glob("*/*") if segment_paths(path) and not _owned(path)]
+    folders.sort(key=lambda path: (path / LOCK).stat().st_mtime)  # written once, when the attempt began
+    spools = [Spool(path, limit=limit, memory_limit=0) for path in folders]
+    for spool in reversed(spools):
+        spool.trim(limit)
+        limit -= spool.size()
+    return spools
+
+
+def _owned(folder: Path) -> bool:
+    """True while a living process, this one included, holds the folder's lock."""
+    with (folder / LOCK).open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove an empty spool and what it leaves empty above it; stops at the first that is in use."""
+    (folder / LOCK).unlink(missing_ok=True)
+    try:
+        for path in (folder, folder.parent, folder.parent.parent):
+            path.rmdir()
+    except OSError:
+        return  # rejected batches, or another attempt
