@@ -1,0 +1,345 @@
+"""Sums that merge exactly: what every rank collects, reduces and finally turns into metrics.
+
+A *row* belongs to one series and holds four groups of columns. Micro-batches, tiles and ranks merge by
+adding counts, sums and histograms and by taking the maximum of maxes, so no ratio is ever averaged:
+
+    counts      int64    COUNT_COLUMNS    0 where nothing was seen
+    sums        float64  SUM_COLUMNS      over finite elements; a NaN here is impossible
+    maxes       float64  MAX_COLUMNS      -inf where not measured; minima stored negated; NaN stored as +inf
+    histogram   int64    40 bins of floor(log2 |y|)
+
+A tile (or block) with a NaN or Inf is encoded as NaN throughout, so it has no round-trip error. Its finite
+elements count in `x2`, `abs` and `x4`, but not in `coded`, `coded_x2`, `e2`, `xe`, `zero_codes`,
+`underflow`, `saturated` and the histogram; the block counts as bad.
+
+`derive` is the only place where sums become ratios. Where nothing was measured the value is MISSING:
+an expert without tokens has no underflow, it does not have an underflow of 0.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fp8scope_protocol.commands import Command, CommandReport
+from fp8scope_protocol.metrics import HISTOGRAM_BINS
+from fp8scope_protocol.series import Layout
+from fp8scope_protocol.wire import MISSING, ProbeEvent
+
+COUNT_COLUMNS = (
+    "elements",  # N, padding excluded, non-finite elements included
+    "calls",
+    "nonzero",  # finite x != 0
+    "nan",
+    "inf",
+    "coded",  # elements of tiles without NaN or Inf
+    "zero_codes",
+    "underflow",
+    "saturated",
+    "blocks",
+    "zero_blocks",
+    "scaled_blocks",  # neither all zero nor NaN-coded: the blocks whose scale means something
+    "bad_blocks",
+)
+SUM_COLUMNS = (
+    "x2",  # sum x^2 over finite elements
+    "abs",
+    "x4",
+    "coded_x2",  # sum x^2 over coded elements
+    "e2",
+    "xe",
+    "scale_log2",  # over scaled blocks
+    "scale_log2_sq",
+)
+MAX_COLUMNS = (
+    "amax",
+    "neg_amin_nonzero",
+    "neg_scale_min",
+    "scale_max",
+    "staleness_bits",
+    "channel_outlier",
+    "gemm_error",
+)
+
+SENTINEL_SUM_COLUMNS = (
+    "loss_sum",
+    "loss_count",  # mean over ranks and micro-batches
+    "grad_square",  # replicated gradients enter with 1 / replicas
+    "grad_count",  # optimizer steps whose gradients were measured, over ranks
+    "nonfinite",
+    "v_zero",
+    "v_total",
+    "update_square",
+    "weight_square",
+)
+SENTINEL_MAX_COLUMNS = ("update_max", "scale_staleness_bits", "loss_scale", "lr")
+
+GRAD_NORM_WINDOW = 64
+"""Steps whose median `grad_norm_ratio` compares with."""
+
+Arrays = dict[str, npt.NDArray[np.generic]]
+
+
+class RowSums(NamedTuple):
+    """One row: fresh tensors, or views into a `SumTables` that accumulate in place."""
+
+    counts: Tensor
+    sums: Tensor
+    maxes: Tensor
+    histogram: Tensor
+
+    @classmethod
+    def zeros(cls, device: torch.device | str) -> "RowSums":
+        return SumTables.zeros(1, device).row(0)
+
+    def add(self, other: "RowSums") -> None:
+        """Merge `other` into this row, in place."""
+        self.counts.add_(other.counts)
+        self.sums.add_(other.sums)
+        torch.maximum(self.maxes, other.maxes, out=self.maxes)
+        self.histogram.add_(other.histogram)
+
+    def to(self, device: torch.device) -> "RowSums":
+        return RowSums(*(part.to(device, non_blocking=True) for part in self))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SumTables:
+    """Rows of all series of a layout. counts [S, 13], sums [S, 8], maxes [S, 7], histogram [S, 40]."""
+
+    counts: Tensor
+    sums: Tensor
+    maxes: Tensor
+    histogram: Tensor
+
+    @classmethod
+    def zeros(cls, rows: int, device: torch.device | str = "cpu") -> "SumTables":
+        """Nothing seen yet: 0 everywhere, -inf in maxes."""
+        return cls(
+            counts=torch.zeros((rows, len(COUNT_COLUMNS)), dtype=torch.int64, device=device),
+            sums=torch.zeros((rows, len(SUM_COLUMNS)), dtype=torch.float64, device=device),
+            maxes=torch.full((rows, len(MAX_COLUMNS)), -math.inf, dtype=torch.float64, device=device),
+            histogram=torch.zeros((rows, HISTOGRAM_BINS), dtype=torch.int64, device=device),
+        )
+
+    def __len__(self) -> int:
+        return int(self.counts.shape[0])
+
+    def row(self, index: int) -> RowSums:
+        """Views of row `index`: whatever is added to them is added here."""
+        return RowSums(self.counts[index], self.sums[index], self.maxes[index], self.histogram[index])
+
+    def merge(self, other: "SumTables") -> None:
+        """Add `other`, which has the same rows in the same order, in place."""
+        RowSums(self.counts, self.sums, self.maxes, self.histogram).add(
+            RowSums(other.counts, other.sums, other.maxes, other.histogram))
+
+    def take(self, rows: list[int]) -> "SumTables":
+        """New tables with row `rows[i]` of this one as row i; -1 makes an empty row."""
+        grown = SumTables.zeros(len(rows), self.counts.device)
+        kept = [i for i, row in enumerate(rows) if row >= 0]
+        target = torch.tensor(kept, dtype=torch.int64).to(self.counts.device, non_blocking=True)
+        source = torch.tensor([rows[i] for i in kept], dtype=torch.int64).to(target.device, non_blocking=True)
+        grown.counts.index_copy_(0, target, self.counts[source])
+        grown.sums.index_copy_(0, target, self.sums[source])
+        grown.maxes.index_copy_(0, target, self.maxes[source])
+        grown.histogram.index_copy_(0, target, self.histogram[source])
+        return grown
+
+    def to_layout(self, have: Layout, wanted: Layout) -> "SumTables":
+        """These rows, ordered as `have`, in the order of `wanted`; absent series get an empty row."""
+        places = {one.key: i for i, one in enumerate(have.series)}
+        return self.take([places.get(one.key, -1) for one in wanted.series])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentinelSums:
+    """Per-step numbers of the whole job before reduction: sums [9] add up, maxes [4] take the maximum."""
+
+    sums: Tensor
+    maxes: Tensor
+
+    @classmethod
+    def zeros(cls, device: torch.device | str = "cpu") -> "SentinelSums":
+        return cls(
+            sums=torch.zeros(len(SENTINEL_SUM_COLUMNS), dtype=torch.float64, device=device),
+            maxes=torch.full((len(SENTINEL_MAX_COLUMNS),), -math.inf, dtype=torch.float64, device=device),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """What the training thread hands to the worker, once per closed step. Tensors are on the CPU (pinned,
+    and still being filled, when the job runs on a GPU): call `ready` before reading them."""
+
+    step: int
+    skipped: bool = False
+    sentinels: SentinelSums
+    tables: SumTables | None = None
+    """None off cadence."""
+    layout: Layout | None = None
+    """Rows of `tables`; sorted by (depth, name, role, orientation, format, scaling); the same object as
+    long as no series was added. Ranks may differ (an expert that no token reached): unite, `to_layout`."""
+    events: tuple[ProbeEvent, ...] = ()
+    reports: tuple[CommandReport, ...] = ()
+    """What became of commands in this rank at the boundary before this step; steps_by_rank is empty."""
+    wait: Callable[[], None] | None = None
+
+    def ready(self) -> None:
+        """Blocks until every tensor has arrived in host memory."""
+        if self.wait is not None:
+            self.wait()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What the reduction of one step decided, the same on every rank."""
+
+    step: int
+    commands: tuple[Command, ...] = ()
+    """To be applied now, in this order; each command is given once."""
+
+
+class StepWorker(Protocol):
+    """The other side of the seam: takes records, reduces them over ranks, sends, fetches commands."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among the ranks that reduce together."""
+
+    @property
+    def world(self) -> int:
+        """How many ranks reduce together; 1 when the probe works rank-locally."""
+
+    def submit(self, record: StepRecord) -> None:
+        """Takes over `record`. Never blocks, never raises."""
+
+    def result(self, step: int) -> StepResult:
+        """The reduced result of an earlier submitted step; waits for it, but not for ever."""
+
+    def close(self) -> None:
+        """Sends what is left (at most a few seconds) and stops."""
+
+
+def derive(tables: SumTables, layout: Layout) -> Arrays:
+    """Metrics of the catalogue, each [S]: uint64 counts and float32 values; HISTOGRAM apart.
+
+    Also `exponent_histogram` uint64 [40, S]. Where a metric was not measured its value is MISSING.
+    """
+    if len(tables) != len(layout.series):
+        raise ValueError(f"{len(tables)} rows for a layout of {len(layout.series)} series")
+    counts = {key: tables.counts[:, i].numpy() for i, key in enumerate(COUNT_COLUMNS)}
+    sums = {key: tables.sums[:, i].numpy() for i, key in enumerate(SUM_COLUMNS)}
+    maxes = {key: tables.maxes[:, i].numpy() for i, key in enumerate(MAX_COLUMNS)}
+    arrays: Arrays = {
+        "elements": counts["elements"].astype("<u8"),
+        "calls": counts["calls"].astype("<u8"),
+        "nan_count": counts["nan"].astype("<u8"),
+        "inf_count": counts["inf"].astype("<u8"),
+        "zero_block_count": counts["zero_blocks"].astype("<u8"),
+    }
+    with np.errstate(all="ignore"):
+        arrays |= _ratios(counts)
+        arrays |= _errors(counts, sums)
+        arrays |= _moments(counts, sums)
+        arrays |= _scales(counts, sums, maxes)
+    for key in ("amax", "channel_outlier", "gemm_error"):
+        name = "channel_outlier_ratio" if key == "channel_outlier" else key
+        arrays[name] = _value(maxes[key], maxes[key] > -np.inf)
+    least = -maxes["neg_amin_nonzero"]
+    arrays["amin_nonzero"] = _value(least, least < np.inf)
+    arrays["exponent_histogram"] = np.ascontiguousarray(tables.histogram.numpy().T.astype("<u8"))
+    return arrays
+
+
+def derive_sentinels(reduced: SentinelSums, grad_norms: deque[float]) -> dict[str, float]:
+    """Sentinels of the catalogue that were measured. `grad_norms` holds the norms of earlier steps
+    (GRAD_NORM_WINDOW at most); this step's finite norm is appended to it."""
+    sums = dict(zip(SENTINEL_SUM_COLUMNS, reduced.sums.tolist(), strict=True))
+    maxes = dict(zip(SENTINEL_MAX_COLUMNS, reduced.maxes.tolist(), strict=True))
+    found = {key: value for key, value in maxes.items() if value > -math.inf}
+    found["nonfinite_count"] = sums["nonfinite"]
+    if sums["loss_count"]:
+        found["loss"] = sums["loss_sum"] / sums["loss_count"]
+    if sums["v_total"]:
+        found["v_zero_share"] = sums["v_zero"] / sums["v_total"]
+    if sums["weight_square"]:
+        found["update_weight_ratio"] = math.sqrt(sums["update_square"] / sums["weight_square"])
+    if sums["grad_count"]:
+        norm = found["grad_norm"] = math.sqrt(sums["grad_square"])
+        if grad_norms and (typical := statistics.median(grad_norms)):
+            found["grad_norm_ratio"] = norm / typical
+        if math.isfinite(norm):
+            grad_norms.append(norm)
+    while len(grad_norms) > GRAD_NORM_WINDOW:
+        grad_norms.popleft()
+    return found
+
+
+Columns = dict[str, npt.NDArray[np.int64]]
+Reals = dict[str, npt.NDArray[np.float64]]
+
+
+def _value(values: npt.NDArray[np.float64], measured: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
+    return np.where(measured, values.astype("<f4"), MISSING)
+
+
+def _share(part: npt.NDArray[np.int64], whole: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    return _value(part / whole.astype(np.float64), whole > 0)
+
+
+def _ratios(counts: Columns) -> Arrays:
+    coded = np.where(counts["coded"] > 0, counts["elements"], 0)  # nothing was coded: nothing is known
+    return {
+        "underflow_ratio": _share(counts["underflow"], coded),
+        "underflow_nonzero_ratio": _share(counts["underflow"], np.minimum(counts["nonzero"], coded)),
+        "zero_ratio": _share(counts["zero_codes"], coded),
+        "saturation_ratio": _share(counts["saturated"], coded),
+        "bad_block_ratio": _share(counts["bad_blocks"], counts["blocks"]),
+    }
+
+
+def _errors(counts: Columns, sums: Reals) -> Arrays:
+    """1 - cos(x, d) without cancellation; see `distortion` in the catalogue."""
+    signal = sums["coded_x2"]
+    n, b = sums["e2"] / signal, sums["xe"] / signal
+    c = np.sqrt(np.maximum(1.0 - 2.0 * b + n, 0.0))
+    distortion = np.clip((n - b * b) / (c * (c + 1.0 - b)), 0.0, 2.0)
+    lost = (counts["zero_codes"] == counts["coded"]) | (c == 0.0)  # d = 0 and x is not
+    distortion = np.where(signal == 0.0, 0.0, np.where(lost, 1.0, distortion))
+    some = signal > 0.0
+    return {
+        "distortion": _value(distortion, counts["coded"] > 0),
+        "gain": _value(1.0 - b, some),
+        "sqnr_db": _value(-10.0 * np.log10(n), some),
+    }
+
+
+def _moments(counts: Columns, sums: Reals) -> Arrays:
+    finite = counts["elements"] - counts["nan"] - counts["inf"]
+    x2 = sums["x2"]
+    return {
+        "rms": _value(np.sqrt(x2 / finite), finite > 0),
+        "mean_abs": _value(sums["abs"] / finite, finite > 0),
+        "kurtosis": _value(finite * sums["x4"] / (x2 * x2), x2 > 0.0),
+    }
+
+
+def _scales(counts: Columns, sums: Reals, maxes: Reals) -> Arrays:
+    blocks = counts["scaled_blocks"]
+    mean = sums["scale_log2"] / blocks
+    variance = np.maximum(sums["scale_log2_sq"] / blocks - mean * mean, 0.0)
+    return {
+        "scale_min": _value(-maxes["neg_scale_min"], blocks > 0),
+        "scale_max": _value(maxes["scale_max"], blocks > 0),
+        "scale_log2_mean": _value(mean, blocks > 0),
+        "scale_log2_std": _value(np.sqrt(variance), blocks > 0),
+        "scale_staleness_bits": _value(maxes["staleness_bits"], maxes["staleness_bits"] > -np.inf),
+    }
