@@ -106,6 +106,43 @@ class FramesDocument:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScaleDocument:
+    """Colour scale of a heat map: `colours` run evenly from `low` to `high`, in log10 when `log`."""
+
+    low: float
+    high: float
+    log: bool
+    unit: str
+    """Of `low` and `high`; `x floor` where colours show the excess over what the format cannot avoid."""
+    colours: list[str]
+    """#rrggbb, from low to high."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeatmapDocument:
+    """How to read a heat map's pixels.
+
+    Pixel column x shows the steps from first + x (last + 1 - first) / width; pixel row y shows the
+    series rows[floor(y len(rows) / height)].
+    """
+
+    metric: str
+    first: int | None
+    """None when nothing was sampled in the window."""
+    last: int | None
+    columns: int
+    """Sampled steps between `first` and `last`."""
+    width: int
+    height: int
+    rows: list[SeriesDocument]
+    scale: ScaleDocument
+    legend: dict[str, str]
+    """#rrggbb of what is no value: missing, bf16, saturated, inf, nan."""
+    summary: str
+    """The picture in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CellDocument:
     """Every metric of one series at one step (the nearest sampled step at or before the one asked for)."""
 
