@@ -12,11 +12,11 @@ How the policy survives the compiler:
 - NaN codes are written as such; nothing relies on what a cast does with NaN or beyond the largest code.
 
 Layout. x [R, C] may have any strides; offsets are 64-bit, for tensors beyond 2^31 elements. Codes are
-row-major. Tile scales are written with their rows adjacent, [R, ceil(C / 128)] of strides (1, R): neighbouring
+row-major. Tile scales are written with rows adjacent, [R, ceil(C / 128)] of strides (1, R): neighbouring
 threads own neighbouring rows, and block-scaled GEMMs take that layout. Block scales are row-major.
 
-The casts need compute capability 8.9. Under TRITON_INTERPRET=1 the kernels run on CPU tensors; there about 2 %
-of values get a wrong code: where rounding up should carry into the exponent, the interpreter loses the carry.
+The casts need compute capability 8.9. Under TRITON_INTERPRET=1 the kernels run on CPU tensors; there some 2 %
+of values get a wrong code: where rounding up should carry into the exponent, it loses the carry.
 """
 
 import torch

@@ -1,0 +1,61 @@
+"""Where a tensor lives decides who quantizes it: Triton kernels on CUDA, plain torch everywhere else.
+
+Call these and not `quantize` or `quantize_kernel` directly, unless a particular one is meant. Both compute
+the same codes, scales and counts; `quantize` says what that is.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from fp8scope import quantize
+from fp8scope.quantize import Quantized
+from fp8scope_protocol.formats import Format
+
+
+def quantize_tiles(
+    x: Tensor, element: Format, *, scales: Tensor | None = None, power_of_two: bool = False
+) -> Quantized:
+    """[1,128] tiles of x [R, C]; see `quantize.quantize_tiles`."""
+    if not runs_kernels(x, element):
+        return quantize.quantize_tiles(x, element, scales=scales, power_of_two=power_of_two)
+    from fp8scope import quantize_kernel
+
+    return quantize_kernel.quantize_tiles(x, element, scales=scales, power_of_two=power_of_two)
+
+
+def quantize_tiles_both(
+    x: Tensor, element: Format, *, power_of_two: bool = False
+) -> tuple[Quantized, Quantized]:
+    """[1,128] tiles of x [R, C] and of x.t(), on CUDA from one read."""
+    if not runs_kernels(x, element):
+        return quantize.quantize_tiles_both(x, element, power_of_two=power_of_two)
+    from fp8scope import quantize_kernel
+
+    return quantize_kernel.quantize_tiles_both(x, element, power_of_two=power_of_two)
+
+
+def quantize_blocks(
+    x: Tensor, element: Format, *, scales: Tensor | None = None, power_of_two: bool = False
+) -> Quantized:
+    """[128,128] blocks of x [R, C]; see `quantize.quantize_blocks`."""
+    if not runs_kernels(x, element):
+        return quantize.quantize_blocks(x, element, scales=scales, power_of_two=power_of_two)
+    from fp8scope import quantize_kernel
+
+    return quantize_kernel.quantize_blocks(x, element, scales=scales, power_of_two=power_of_two)
+
+
+def runs_kernels(x: Tensor, element: Format) -> bool:
+    """Whether x is where the kernels run, and they have the format."""
+    return x.is_cuda and element.name in ("e4m3", "e5m2") and _has_casts(x.device)
+
+
+@cache
+def _has_casts(device: torch.device) -> bool:
+    """Triton is installed and `device`, of NVIDIA, converts to FP8 in hardware."""
+    if find_spec("triton") is None or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
