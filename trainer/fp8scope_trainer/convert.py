@@ -1,0 +1,116 @@
+"""Turns the linears of a model into FP8 linears and says, layer by layer, what became of each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from fp8scope_protocol.commands import Precision
+from fp8scope_protocol.errors import Invalid, UnknownName
+from fp8scope_protocol.series import canonical_name, matching_names
+from fp8scope_protocol.wire import ModulePrecision
+from fp8scope_trainer.linear import Fp8Linear, unsuitable
+from fp8scope_trainer.recipe import Recipe
+
+HEAD_NAMES = frozenset({"head", "lm_head", "output", "output_layer", "embed_out"})
+"""Last part of the names under which models keep their output head."""
+
+Filter = Callable[[str, nn.Linear], bool]
+
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """What `convert` is asked for."""
+
+    recipe: Recipe = field(default_factory=Recipe)
+    precision: Precision = "fp8"
+    """In which the layers start. `bf16` layers are switchable too."""
+    delayed: tuple[str, ...] = ()
+    """Patterns of layers under delayed scaling; `layers.2.mlp.gate_up`, `layers.*.attention.*`, `**`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversionReport:
+    """The precision map: every module with weights of its own, in the model's order."""
+
+    layers: tuple[ModulePrecision, ...]
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """Names of the layers that can run in FP8."""
+        return tuple(layer.name for layer in self.layers if layer.switchable)
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Linears that were not converted: name -> reason."""
+        return {layer.name: layer.reason for layer in self.layers if layer.reason}
+
+    def __str__(self) -> str:
+        width = max((len(layer.name) for layer in self.layers), default=0)
+        lines = (f"{one.name:<{width}}  {one.precision:<6} {one.reason}".rstrip() for one in self.layers)
+        return "\n".join(lines)
+
+
+def convert(
+    model: nn.Module, conversion: Conversion | None = None, filter: Filter | None = None
+) -> ConversionReport:
+    """Replaces suitable `nn.Linear`s of `model` in place; parameters and `state_dict` keys stay the same.
+
+    Embedding, head (by name, or tied to an embedding), norms, and linears whose sizes are not multiples of
+    128 stay as they are; `filter(name, linear)` keeps further ones by returning False. Call it before
+    `fully_shard` and before the optimizer. Delayed layers need `advance_histories` after each step.
+    """
+    wanted = conversion or Conversion()
+    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    embedded = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    reasons = {name: _reason(name, linear, embedded, filter) for name, linear in linears.items()}
+    chosen = [name for name, reason in reasons.items() if not reason]
+    delayed = _delayed(wanted.delayed, chosen)
+    for name in chosen:
+        recipe = replace(wanted.recipe, policy="delayed") if name in delayed else wanted.recipe
+        layer = Fp8Linear.from_linear(linears[name], recipe=recipe, precision=wanted.precision)
+        model.set_submodule(name, layer)
+    return ConversionReport(layers=_precision_map(model, reasons))
+
+
+def is_head(name: str) -> bool:
+    """Whether `name` is what models call their output head."""
+    return canonical_name(name).rpartition(".")[2] in HEAD_NAMES
+
+
+def _reason(name: str, linear: nn.Linear, embedded: set[Tensor], filter: Filter | None) -> str:
+    """Why `linear` stays as it is; empty if it becomes FP8."""
+    if linear.weight in embedded:
+        return "shares its weight with an embedding"
+    if is_head(name):
+        return "output head"
+    if reason := unsuitable(linear.in_features, linear.out_features):
+        return reason
+    return "" if filter is None or filter(name, linear) else "left out by the filter"
+
+
+def _delayed(patterns: tuple[str, ...], names: list[str]) -> set[str]:
+    chosen: set[str] = set()
+    for pattern in patterns:
+        matched = matching_names(pattern, names)
+        if not matched:
+            raise UnknownName("delayed", pattern, names)
+        chosen.update(matched)
+    return chosen
+
+
+def _precision_map(model: nn.Module, reasons: dict[str, str]) -> tuple[ModulePrecision, ...]:
+    layers = []
+    for name, module in model.named_modules():
+        own: list[Tensor] = list(module.parameters(recurse=False))
+        if isinstance(module, Fp8Linear):
+            layers.append(ModulePrecision(name=name, precision=module.precision, switchable=True))
+        elif own:
+            precision = _DTYPES.get(own[0].dtype, str(own[0].dtype))
+            layers.append(ModulePrecision(name=name, precision=precision, reason=reasons.get(name, "")))
+    if not layers:
+        raise Invalid("model", type(model).__name__, "has no parameters")
+    return tuple(layers)

@@ -1,0 +1,82 @@
+"""Byte-level text from the Python standard library's own sources: real, always there, no download.
+
+Every file is used in the order of its path; every 20th is held out. A window of the training text is found
+from the number of the sample alone, so a run resumes at its exact place, and two ranks with two samples
+each read what one rank with four would.
+"""
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp8scope_protocol.errors import Invalid
+
+HELD_OUT_EVERY = 20
+SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Corpus:
+    """Two texts as uint8 tensors; byte values are the tokens."""
+
+    train: Tensor
+    held_out: Tensor
+
+
+def standard_library(*, limit: int | None = None) -> Corpus:
+    """The sources under the interpreter's `stdlib` path, at most `limit` bytes of training text."""
+    root = Path(sysconfig.get_path("stdlib"))
+    train, held_out, size = [], [], 0
+    for number, path in enumerate(_sources(root)):
+        text = path.read_bytes()
+        if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1:
+            held_out.append(text)
+            continue
+        train.append(text)
+        size += len(text)
+        if limit is not None and size >= limit and held_out:
+            break
+    if not train or not held_out:
+        raise Invalid("stdlib", str(root), f"needs at least {HELD_OUT_EVERY} .py files to read text from")
+    return Corpus(train=_bytes(b"".join(train)[:limit]), held_out=_bytes(b"".join(held_out)))
+
+
+def batch_at(
+    text: Tensor, *, step: int, batch: int, length: int, rank: int = 0, ranks: int = 1, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Inputs and next-byte targets, both int64 [batch, length], of `rank` at `step`.
+
+    Samples are numbered over all ranks and steps. Sample i reads window (i stride + seed) mod windows, with
+    a stride near the golden section of the count and coprime to it: each window once before any twice, and
+    neighbours in time far apart in the text.
+    """
+    windows = (text.numel() - 1) // length
+    if windows < 1:
+        raise Invalid("length", length, f"must be below the text's {text.numel()} bytes")
+    stride = _coprime_stride(windows)
+    first = (step * ranks + rank) * batch
+    starts = [((first + i) * stride + seed * 7919) % windows * length for i in range(batch)]
+    chunks = torch.stack([text[s : s + length + 1] for s in starts]).long()
+    return chunks[:, :-1], chunks[:, 1:]
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    """Every .py file below `root`, sorted by its path in POSIX form, so the order is the same anywhere."""
+    paths = (p for p in root.rglob("*.py") if not SKIPPED.intersection(p.relative_to(root).parts))
+    yield from sorted(paths, key=lambda p: p.relative_to(root).as_posix())
+
+
+def _coprime_stride(windows: int) -> int:
+    stride = max(1, round(windows * 0.6180339887))
+    while gcd(stride, windows) != 1:
+        stride += 1
+    return stride
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,149 @@
+"""The reference decoder: RMSNorm, rotary positions, grouped-query attention with QKNorm, SwiGLU.
+
+Shapes: tokens [B, T] -> logits [B, T, vocabulary]. Query, key and value share one projection (`qkv`), gate
+and up another (`gate_up`): the input is quantized once and its codes are saved once, where separate
+projections would each save their own copy. Softmax, norms, embedding and head stay in high precision.
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fp8scope_protocol.errors import Invalid
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig:
+    """Shape of a decoder. FP8 needs the linears' widths to be multiples of 128; others still train."""
+
+    width: int
+    """Size of the residual stream."""
+    layers: int
+    heads: int
+    kv_heads: int
+    """Key/value heads; each serves heads / kv_heads query heads."""
+    head_width: int
+    hidden: int
+    """Inner size of SwiGLU."""
+    context: int
+    """Longest sequence, in tokens."""
+    vocabulary: int = 256
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "kv_heads", "head_width", "hidden", "context", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise Invalid(name, getattr(self, name), "must be at least 1")
+        if self.heads % self.kv_heads:
+            raise Invalid("kv_heads", self.kv_heads, f"must divide heads = {self.heads}")
+        if self.head_width % 2:
+            raise Invalid("head_width", self.head_width, "must be even: rotary positions turn pairs")
+
+
+def demo() -> DecoderConfig:
+    """1.0 M parameters: two CPU ranks emulate a step of it, measured, in a third of a second."""
+    return DecoderConfig(width=128, layers=4, heads=4, kv_heads=2, head_width=64, hidden=384, context=128)
+
+
+def hundred_million() -> DecoderConfig:
+    """101 M parameters, for one GPU."""
+    return DecoderConfig(width=768, layers=16, heads=12, kv_heads=4, head_width=64, hidden=2048, context=1024)
+
+
+class Decoder(nn.Module):
+    """Tokens [B, T] in, logits [B, T, vocabulary] out."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self._initialize()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.shape[-1] > self.config.context:
+            raise Invalid("tokens.shape[-1]", tokens.shape[-1], f"must be at most {self.config.context}")
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return cast(Tensor, self.head(self.norm(x)))
+
+    def _initialize(self) -> None:
+        """Normal(0, 0.02); what writes to the residual stream is scaled down by the number of writers."""
+        residual = 0.02 / (2 * self.config.layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                writes = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=residual if writes else 0.02)
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)). x [B, T, width]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with QKNorm: queries and keys are normalized per head, learnably."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        heads = config.heads + 2 * config.kv_heads
+        self.qkv = nn.Linear(config.width, heads * config.head_width, bias=False)
+        self.out = nn.Linear(config.heads * config.head_width, config.width, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        c = self.config
+        heads = self.qkv(x).unflatten(-1, (-1, c.head_width)).transpose(1, 2)  # [B, all heads, T, head_width]
+        q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+        q, k = rotate(self.q_norm(q), c.rope_base), rotate(self.k_norm(k), c.rope_base)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.heads != c.kv_heads)
+        return cast(Tensor, self.out(y.transpose(1, 2).flatten(2)))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.width, 2 * config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return cast(Tensor, self.down(F.silu(gate) * up))
+
+
+def rotate(x: Tensor, base: float) -> Tensor:
+    """Rotary positions for x [B, heads, T, head_width]: pair (i, i + head_width / 2) turns by t base^(-i).
+
+    Angles are taken in fp32 here, not handed in: FSDP would cast an argument to BF16.
+    """
+    half = x.shape[-1] // 2
+    position = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)
+    frequency = base ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = torch.outer(position, frequency)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+PRESETS = {"demo": demo, "hundred_million": hundred_million}

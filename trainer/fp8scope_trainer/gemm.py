@@ -1,0 +1,98 @@
+"""The three GEMMs of a block-scaled FP8 linear: fprop Y = X W^T, dgrad dX = dY W, wgrad dW = dY^T X.
+
+Operands are codes with dequantization scales; the product is that of the dequantized operands.
+
+| gemm  | a, scales                                   | b, scales                                         |
+|-------|---------------------------------------------|---------------------------------------------------|
+| fprop | X [M, K], (M, K/128) stride (1, M)          | W.t(), (L4, N/128) stride (1, L4)                 |
+| dgrad | dY [M, N], (M, N/128) stride (1, M)         | W.t() made contiguous, its scales transposed      |
+| wgrad | dY^T [N, M], (N, M/128) stride (1, N)       | X^T [K, M] .t(), (K, M/128) stride (1, K)         |
+
+L4 is K/128 rounded up to a multiple of 4; a scale laid out in another way gives wrong numbers, not an error.
+A block's scale does not depend on its orientation, so the weight's transpose for dgrad is exact: codes are
+transposed when needed and no second copy is stored. Rows are padded to 4 and the contraction of wgrad to 128
+with zero codes here, out of sight of whoever measures the operands.
+
+On Hopper this is `torch.nn.functional.scaled_mm`. Elsewhere block scaling does not exist, so the operands
+are dequantized and multiplied in fp32 (BF16 products on ordinary CPUs are 80 times slower). Rejected: the
+private `torch._scaled_mm`, which does not pad scales to L4; fast accumulation, which loses bits in long sums.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fp8scope.quantize import Quantized, dequantize
+
+TILE = 128
+HOPPER = 9
+"""Compute capability whose tensor cores take 1x128 and 128x128 scales."""
+
+
+def fprop(x: Quantized, weight: Quantized, *, dtype: torch.dtype) -> Tensor:
+    """Y [M, N] in `dtype` from x [M, K] in tiles and weight [N, K] in blocks."""
+    if not _native(x.codes):
+        return (dequantize(x) @ dequantize(weight).t()).to(dtype)
+    return _by_block(x, weight.codes.t(), weight.scales, dtype)
+
+
+def dgrad(dy: Quantized, weight: Quantized, *, dtype: torch.dtype) -> Tensor:
+    """dX [M, K] in `dtype` from dy [M, N] in tiles and weight [N, K] in blocks."""
+    if not _native(dy.codes):
+        return (dequantize(dy) @ dequantize(weight)).to(dtype)
+    return _by_block(dy, _transposed(weight.codes).t(), weight.scales.t(), dtype)
+
+
+def wgrad(dy_t: Quantized, x_t: Quantized) -> Tensor:
+    """dW [N, K] in fp32 from dy_t [N, M] and x_t [K, M], both in tiles along the tokens."""
+    if not _native(dy_t.codes):
+        return dequantize(dy_t) @ dequantize(x_t).t()
+    tokens = -dy_t.codes.shape[1] % TILE
+    a, b = _pad(dy_t.codes, columns=tokens), _pad(x_t.codes, columns=tokens)
+    return F.scaled_mm(
+        a, b.t(), _outer_major(dy_t.scales), F.ScalingType.BlockWise1x128,
+        _outer_major(x_t.scales), F.ScalingType.BlockWise1x128,
+        output_dtype=torch.float32, use_fast_accum=False,
+    )
+
+
+def rounded_matmul(a: Tensor, b: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """a [R, S] @ b [S, C] of operands rounded to BF16, accumulated in fp32, in `dtype`."""
+    a, b = a.bfloat16(), b.bfloat16()
+    if a.device.type != "cuda":
+        return (a.float() @ b.float()).to(dtype)
+    return torch.mm(a, b, out_dtype=torch.float32).to(dtype) if dtype == torch.float32 else (a @ b).to(dtype)
+
+
+def _native(codes: Tensor) -> bool:
+    return codes.is_cuda and torch.cuda.get_device_capability(codes.device)[0] == HOPPER
+
+
+def _by_block(a: Quantized, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """a [M, S] in tiles times b [S, C], column-major, in blocks with scales b_scales [C/128, S/128]."""
+    rows = a.codes.shape[0]
+    codes, scales = _pad(a.codes, rows=-rows % 4), F.pad(a.scales, (0, 0, 0, -rows % 4), value=1.0)
+    return F.scaled_mm(
+        codes, b, _outer_major(scales), F.ScalingType.BlockWise1x128,
+        _padded_to_four(b_scales), F.ScalingType.BlockWise128x128,
+        output_dtype=dtype, use_fast_accum=False,
+    )[:rows]
+
+
+def _outer_major(scales: Tensor) -> Tensor:
+    """(R, T) with stride (1, R)."""
+    return scales.t().contiguous().t()
+
+
+def _padded_to_four(scales: Tensor) -> Tensor:
+    """[C/128, S/128] -> (L4, C/128) with stride (1, L4), L4 = S/128 rounded up to a multiple of 4."""
+    return F.pad(scales, (0, -scales.shape[1] % 4), value=1.0).contiguous().t()
+
+
+def _transposed(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+
+
+def _pad(codes: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:
+    """Codes with zero rows below and zero columns to the right, row-major."""
+    return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).contiguous().view(codes.dtype)

@@ -1,0 +1,74 @@
+"""Delayed scaling: the scale of a step comes from the amaxes of earlier steps.
+
+    scale = max(history) / 448 * 2^margin,  1 while the history is empty
+
+`observe` merges the amax of every call of a step into `pending`; `advance_histories`, at the step boundary,
+moves it into the ring. A recomputed forward therefore sees the scale of its first run and leaves nothing
+behind that the first run did not.
+
+Rejected: moving on with each call, which gives micro-batches and recomputation other scales than one large
+batch would have.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8scope.quantize import scale_of
+from fp8scope_protocol.errors import Invalid
+from fp8scope_protocol.formats import E4M3
+
+LONGEST = 1024
+
+
+class AmaxHistory(nn.Module):
+    """A ring of `length` amaxes. Not part of the `state_dict`, whose keys stay those of `nn.Linear`."""
+
+    amaxes: Tensor
+    pending: Tensor
+
+    def __init__(self, length: int = LONGEST, *, margin: int = 0) -> None:
+        super().__init__()
+        if not 1 <= length <= LONGEST:
+            raise Invalid("history_length", length, f"must be 1 to {LONGEST} steps")
+        self.margin = margin
+        self.cursor = 0
+        self.frozen = False
+        """A stuck cache: amaxes are seen and thrown away. Set by fault drills."""
+        self.register_buffer("amaxes", torch.zeros(length), persistent=False)
+        self.register_buffer("pending", torch.zeros(()), persistent=False)
+
+    def scale(self) -> Tensor:
+        """fp32 [1, 1]."""
+        amax = self.amaxes.amax()
+        scale = scale_of(amax, E4M3)
+        return torch.where(amax > 0, scale * 2.0**self.margin, scale).view(1, 1)
+
+    def observe(self, x: Tensor) -> None:
+        """Merges the largest finite |x|; one Inf must not blind the scale for 1,024 steps."""
+        amax = x.abs().amax().float() if x.numel() else self.pending
+        self.pending = torch.where(torch.isfinite(amax), torch.maximum(self.pending, amax), self.pending)
+
+    def advance(self) -> None:
+        """Moves the step's amax into the ring."""
+        if not self.frozen:
+            self.amaxes[self.cursor] = self.pending
+            self.cursor = (self.cursor + 1) % self.amaxes.numel()
+        self.pending = torch.zeros_like(self.pending)
+
+
+def advance_histories(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Ends the step for every history of `model`, on all ranks alike: call it after `optimizer.step()`.
+
+    With a process group the amaxes are the maximum over its ranks: one collective of one number a layer.
+    """
+    histories = [m for m in model.modules() if isinstance(m, AmaxHistory)]
+    if not histories:
+        return
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        merged = torch.stack([h.pending for h in histories])
+        dist.all_reduce(merged, dist.ReduceOp.MAX, group=group)
+        for history, amax in zip(histories, merged.unbind(), strict=True):
+            history.pending = amax
+    for history in histories:
+        history.advance()
