@@ -1,6 +1,7 @@
 """Runs migrations on the connection that `fp8scope_server.database` hands over."""
 
 from alembic import context
+
 from fp8scope_server.models import Base
 
 context.configure(

@@ -1,5 +1,7 @@
 """First schema: runs, attempts, frames, steps, events, rules, commands, precision."""
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects.postgresql import BYTEA, JSONB
@@ -107,24 +109,24 @@ def _create_policies() -> None:
 
 
 def _column(
-    name: str, kind: TypeEngine[object], *, nullable: bool = False, server_default: str | None = None
-) -> sa.Column[object]:
+    name: str, kind: TypeEngine[Any], *, nullable: bool = False, server_default: str | None = None
+) -> sa.Column[Any]:
     return sa.Column(name, kind, nullable=nullable, server_default=server_default)
 
 
-def _text(name: str) -> sa.Column[object]:
+def _text(name: str) -> sa.Column[Any]:
     return _column(name, sa.Text())
 
 
-def _int(name: str, *, nullable: bool = False, server_default: str | None = None) -> sa.Column[object]:
+def _int(name: str, *, nullable: bool = False, server_default: str | None = None) -> sa.Column[Any]:
     return _column(name, sa.BigInteger(), nullable=nullable, server_default=server_default)
 
 
-def _json(name: str) -> sa.Column[object]:
+def _json(name: str) -> sa.Column[Any]:
     return _column(name, JSONB())
 
 
-def _now(name: str) -> sa.Column[object]:
+def _now(name: str) -> sa.Column[Any]:
     return sa.Column(name, sa.DateTime(timezone=True), nullable=False, server_default=sa.func.now())
 
 

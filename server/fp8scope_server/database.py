@@ -1,0 +1,87 @@
+"""The collector's database: embedded or given, migrated before use."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.util.exc import CommandError
+from sqlalchemy import URL, Connection, text
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+
+from fp8scope_protocol.errors import Fp8scopeError
+from fp8scope_server.postgres import EmbeddedPostgres
+from fp8scope_server.settings import ServerSettings
+
+_MIGRATION_LOCK = 0x6670387363  # any number that only we use
+_READERS = 8
+
+
+class Database:
+    """Sessions on one PostgreSQL database. `with database.session() as session` is one transaction."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+        self._sessions = async_sessionmaker(engine, expire_on_commit=False)
+
+    def session(self) -> AbstractAsyncContextManager[AsyncSession]:
+        """A session that commits on leaving, and rolls back when an exception leaves."""
+        return self._sessions.begin()
+
+
+@asynccontextmanager
+async def open_database(settings: ServerSettings) -> AsyncIterator[Database]:
+    """The database of `settings`, started if it is the embedded one, and migrated.
+
+    Blocks the event loop while the embedded server starts, on purpose: the server lives as long as the
+    thread that starts it, so that must not be a thread of a pool.
+    """
+    with ExitStack() as stack:
+        url = settings.database_url
+        if url is None:
+            url = stack.enter_context(EmbeddedPostgres(settings.home)).url()
+        engine = create_async_engine(
+            url, pool_size=settings.writers + _READERS, max_overflow=0, pool_pre_ping=True,
+            json_serializer=partial(json.dumps, allow_nan=False, separators=(",", ":")))
+        try:
+            await migrate(engine)
+            yield Database(engine)
+        finally:
+            await engine.dispose()
+
+
+async def migrate(engine: AsyncEngine) -> None:
+    """Bring the schema to the newest version; collectors that start together take turns."""
+    try:
+        async with engine.begin() as connection:
+            await connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _MIGRATION_LOCK})
+            await connection.run_sync(_upgrade)
+    except OperationalError as error:
+        raise Fp8scopeError(f"no database at {_shown(engine.url)}: {str(error.orig).strip()}") from None
+    except CommandError as error:
+        raise Fp8scopeError(f"the schema of {_shown(engine.url)} does not fit this version of fp8scope: {error}; "
+                            "upgrade fp8scope, or give it a database of its own") from None
+
+
+def migrations_folder() -> Path:
+    """The migrations, inside the package when it comes from a wheel, else in the checkout."""
+    package = Path(__file__).parent
+    for folder in (package / "migrations", package.parents[1] / "migrations"):
+        if (folder / "env.py").exists():
+            return folder
+    raise Fp8scopeError(f"fp8scope is installed without its migrations (looked in {package}); install it again")
+
+
+def _upgrade(connection: Connection) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+def _shown(url: URL) -> str:
+    return url.render_as_string(hide_password=True)
