@@ -93,7 +93,7 @@ class Fp8Linear(nn.Linear):
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
         x = input.reshape(-1, self.in_features)
-        y: Tensor = _BlockLinear.apply(x, self.weight, self._call(x))
+        y: Tensor = _BlockLinear.apply(x, self.weight, self._call(x))  # type: ignore[no-untyped-call]
         y = y.view(*input.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -132,7 +132,7 @@ class _BlockLinear(torch.autograd.Function):
             return (_forward_fp8 if call.precision == "fp8" else _forward_bf16)(ctx, x, weight, call)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         with torch.autocast(dy.device.type, enabled=False):
             dx, dw = (_backward_fp8 if ctx.call.precision == "fp8" else _backward_bf16)(ctx, dy, ctx.call)

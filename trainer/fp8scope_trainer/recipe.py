@@ -7,20 +7,13 @@ takes one scale from its amax history for all of its tiles; weights and gradient
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from fp8scope import quantize
+from fp8scope import backend
 from fp8scope.quantize import Quantized, block_amax, scale_of, tile_amax
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import E4M3, SCALE_POLICIES, TILE
 from fp8scope_trainer.history import LONGEST
-
-if torch.version.cuda is not None:
-    from fp8scope import quantize_kernel
-
-ADA = (8, 9)
-"""Compute capability from which a kernel can cast to E4M3."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,16 +44,14 @@ def quantize_both(x: Tensor, recipe: Recipe, scale: Tensor | None = None) -> tup
     `scale` [1, 1] is the delayed one, for every tile.
     """
     if scale is None:
-        both = quantize_kernel.quantize_tiles_both if _fused(x) else quantize.quantize_tiles_both
-        return both(x, E4M3, power_of_two=recipe.power_of_two)
-    tiles = quantize_kernel.quantize_tiles if _fused(x) else quantize.quantize_tiles
-    return tiles(x, E4M3, scales=scale), tiles(x.t(), E4M3, scales=scale)
+        return backend.quantize_tiles_both(x, E4M3, power_of_two=recipe.power_of_two)
+    rows = backend.quantize_tiles(x, E4M3, scales=scale)
+    return rows, backend.quantize_tiles(x.t(), E4M3, scales=scale)
 
 
 def quantize_weight(weight: Tensor, recipe: Recipe) -> Quantized:
     """weight [N, K] in blocks."""
-    blocks = quantize_kernel.quantize_blocks if _fused(weight) else quantize.quantize_blocks
-    return blocks(weight, E4M3, power_of_two=recipe.power_of_two)
+    return backend.quantize_blocks(weight, E4M3, power_of_two=recipe.power_of_two)
 
 
 def tile_scales(x: Tensor, recipe: Recipe, scale: Tensor | None = None) -> Tensor:
@@ -73,8 +64,3 @@ def tile_scales(x: Tensor, recipe: Recipe, scale: Tensor | None = None) -> Tenso
 def block_scales(weight: Tensor, recipe: Recipe) -> Tensor:
     """The scales [ceil(N / 128), ceil(K / 128)] with which weight [N, K] would be quantized."""
     return scale_of(block_amax(weight), E4M3, power_of_two=recipe.power_of_two)
-
-
-def _fused(x: Tensor) -> bool:
-    built = torch.version.cuda is not None
-    return built and x.is_cuda and torch.cuda.get_device_capability(x.device) >= ADA

@@ -1,0 +1,47 @@
+"""Stochastic rounding to E4M3 that can be repeated, on any mesh.
+
+y lies between two codes a <= y < b and becomes b with probability (y - a) / (b - a), so that its mean is y.
+The random number of an element is a hash of (seed, step, stream, index of the element in the whole tensor):
+no generator state, the same codes for one rank or eight, and again after a restart.
+
+Rejected: torch's generators, whose numbers depend on how a tensor is sharded; rounding to nearest, under
+which a second moment at beta2 = 0.999 never moves, because a step changes it by less than half a code.
+"""
+
+import torch
+from torch import Tensor
+
+from fp8scope_protocol.formats import E4M3
+
+_MASK = 0xFFFFFFFF
+
+
+def uniform(indices: Tensor, *, seed: int, step: int, stream: int) -> Tensor:
+    """fp32 in [0, 1) with 24 random bits for each element index (int64, any shape)."""
+    key = _mix_int(_mix_int(_mix_int(seed) ^ (step & _MASK)) ^ (stream & _MASK))
+    bits = _mix(_mix((indices & _MASK) ^ key) ^ (indices >> 32))
+    return (bits >> 8).float() * 2.0**-24
+
+
+def round_e4m3(y: Tensor, random: Tensor) -> Tensor:
+    """Codes (float8_e4m3fn) of y >= 0, up or down by chance; a positive y never becomes 0. NaN stays NaN."""
+    # y = mantissa * 2^exponent with mantissa in [0.5, 1): 3 more bits of mantissa are kept.
+    exponent = torch.frexp(y).exponent.clamp_min(-5)
+    quantum = torch.ldexp(torch.ones_like(y), exponent - 4)  # 2^-9 and up: the distance of neighbours
+    rounded = torch.floor(y / quantum + random) * quantum
+    rounded = rounded.clamp(max=E4M3.largest)
+    return torch.where(y > 0, rounded.clamp_min(E4M3.smallest_subnormal), rounded).to(torch.float8_e4m3fn)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit values, held in int64, in which every input bit reaches every output bit."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def _mix_int(x: int) -> int:
+    x &= _MASK
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
