@@ -1,0 +1,95 @@
+"""Commands on their way into the job, and the answers on their way back.
+
+Only rank 0 talks to the collector. What it fetched rides in the merge of the next step, so all ranks learn
+of a command in the same step n and apply it at the boundary of step n + 2.
+"""
+
+import logging
+import threading
+from collections.abc import Iterable
+
+import msgspec
+
+from fp8scope_protocol.commands import Command, CommandReport
+
+LOG = logging.getLogger("fp8scope")
+
+DELAY = 2
+"""Steps between the merge that carries a command and the boundary at which it is applied."""
+
+
+class Inbox:
+    """Commands that rank 0 has fetched and not yet handed to the ranks. Each id is handed out once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Command] = {}
+        self._known = 0
+
+    @property
+    def known(self) -> int:
+        """Highest id seen so far."""
+        return self._known
+
+    def add(self, commands: Iterable[Command]) -> None:
+        """Keep what is new; ids only grow, so an id at or below `known` was here before."""
+        with self._lock:
+            new = [command for command in commands if command.id > self._known]
+            self._waiting.update((command.id, command) for command in new)
+            self._known = max([self._known, *(command.id for command in new)])
+
+    def take(self, step: int) -> tuple[tuple[Command, ...], tuple[CommandReport, ...]]:
+        """Commands to apply at the boundary of `step` + DELAY, in order, and reports on those too old."""
+        with self._lock:
+            waiting = [self._waiting[id_] for id_ in sorted(self._waiting)]
+            self._waiting.clear()
+        boundary = step + DELAY
+        due = tuple(one for one in waiting if one.expires_step is None or boundary <= one.expires_step)
+        late = tuple(
+            CommandReport(
+                id=one.id, state="expired", step=boundary,
+                reason=f"the first boundary it could be applied at is step {boundary}, over its limit of "
+                       f"step {one.expires_step}",
+            )
+            for one in waiting if one not in due
+        )
+        return due, late
+
+
+class Answers:
+    """Collects what every rank has to say about a command, until all have spoken."""
+
+    def __init__(self) -> None:
+        self._heard: dict[int, dict[int, CommandReport]] = {}
+
+    def add(self, by_rank: tuple[tuple[CommandReport, ...], ...]) -> tuple[CommandReport, ...]:
+        """Reports that are now complete: `applied` only if every rank applied the command."""
+        complete = []
+        for rank, reports in enumerate(by_rank):
+            for report in reports:
+                self._heard.setdefault(report.id, {})[rank] = report
+        for id_, heard in sorted(self._heard.items()):
+            if len(heard) >= len(by_rank):  # more, after ranks have left
+                complete.append(_joint(self._heard.pop(id_)))
+        return tuple(complete)
+
+
+def _joint(heard: dict[int, CommandReport]) -> CommandReport:
+    """One report for all ranks; the first rank that did not apply the command decides the state."""
+    reports = [heard[rank] for rank in sorted(heard)]
+    worst = next((report for report in reports if report.state != "applied"), reports[0])
+    steps = tuple(report.step for report in reports)
+    return CommandReport(
+        id=worst.id, state=worst.state, step=max(steps), steps_by_rank=steps, reason=worst.reason,
+    )
+
+
+def decode_commands(data: bytes) -> list[Command]:
+    """Commands in the collector's answer, without those of a kind this probe does not know."""
+    commands = []
+    for raw in msgspec.json.decode(data, type=list[msgspec.Raw]):
+        try:
+            commands.append(msgspec.json.decode(raw, type=Command))
+        except msgspec.ValidationError as error:
+            LOG.warning("fp8scope: a command is ignored, this probe does not understand it: %s", error)
+    return commands

@@ -1,0 +1,153 @@
+"""One step of all ranks, merged.
+
+    every step     one gather of a short row: step, flags, sentinel sums and maxima (about 150 bytes a rank)
+    when needed    one gather of bytes: events and reports of any rank, new commands from rank 0
+    sampled steps  three packed reductions: int64 sums, float64 sums, float64 maxima
+
+The row is gathered, not reduced: gloo's all-reduce is a ring and takes twice the messages of its
+all-gather, and only whole rows show a rank that is at another step, has no full measurement, or leaves.
+Everything that decides about a further collective is read from those rows, so all ranks decide alike.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor
+
+from fp8scope.ranks import Ranks
+from fp8scope.sums import SENTINEL_SUM_COLUMNS, SentinelSums, StepRecord, SumTables
+from fp8scope_protocol.commands import Command, CommandReport
+from fp8scope_protocol.errors import Fp8scopeError
+from fp8scope_protocol.series import Layout, decode_layout, encode_layout
+from fp8scope_protocol.wire import ProbeEvent
+
+STEP, SKIPPED, LEAVING, LAYOUT, EXTRAS, HEAD = range(6)
+
+
+class RanksDisagree(Fp8scopeError):
+    """The ranks are not at the same step: their numbers cannot be merged."""
+
+
+class Extras(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one rank has to say beside numbers."""
+
+    events: tuple[ProbeEvent, ...] = ()
+    reports: tuple[CommandReport, ...] = ()
+    commands: tuple[Command, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergedStep:
+    """One step over all ranks that take part; the same on each of them."""
+
+    step: int
+    skipped: bool
+    sentinels: SentinelSums
+    tables: SumTables | None
+    layout: Layout | None
+    events: tuple[ProbeEvent, ...]
+    reports: tuple[tuple[CommandReport, ...], ...]
+    """By rank."""
+    commands: tuple[Command, ...]
+    unmatched: bool
+    """True when some rank had a full measurement and another had none, so that it was given up."""
+    leaving: tuple[int, ...]
+    """Ranks that take part for the last time."""
+
+
+class Reduction:
+    """Merges the steps of this rank with those of all others; calls must match on all ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._layout: Layout | None = None
+        self._number = 0.0
+        self._united: dict[tuple[float, ...], Layout] = {}
+
+    def merge(self, record: StepRecord, commands: Sequence[Command] = ()) -> MergedStep:
+        """`record` of this rank merged with the same step of the others; `commands` come from rank 0."""
+        extras = Extras(events=record.events, reports=record.reports, commands=tuple(commands))
+        rows, texts = self._exchange(record, extras, leaving=False)
+        present = rows[rows[:, LEAVING] == 0]
+        if (present[:, STEP] != record.step).any():
+            raise RanksDisagree(f"ranks are at steps {sorted(set(present[:, STEP].int().tolist()))}")
+        numbers = rows[:, LAYOUT]
+        layout, tables = None, None
+        if record.layout is not None and record.tables is not None and bool(numbers.all()):
+            layout = self._unite(record.layout, numbers)
+            tables = self._reduce(record.tables.to_layout(record.layout, layout))
+        split = HEAD + len(SENTINEL_SUM_COLUMNS)
+        return MergedStep(
+            step=record.step,
+            skipped=bool(rows[:, SKIPPED].any()),
+            sentinels=SentinelSums(sums=rows[:, HEAD:split].sum(0), maxes=rows[:, split:].amax(0)),
+            tables=tables,
+            layout=layout,
+            events=tuple(dict.fromkeys(event for text in texts for event in text.events)),
+            reports=tuple(text.reports for text in texts),
+            commands=texts[0].commands,
+            unmatched=bool(numbers.any()) and tables is None,
+            leaving=tuple(rows[:, LEAVING].nonzero().flatten().tolist()),
+        )
+
+    def leave(self) -> None:
+        """Tell the others, in place of a further step, that this rank takes part no more."""
+        if self.ranks.count > 1:
+            self._exchange(StepRecord(step=0, sentinels=SentinelSums.zeros()), Extras(), leaving=True)
+            self.ranks.leave("the probe was closed")
+
+    def _exchange(
+        self, record: StepRecord, extras: Extras, *, leaving: bool
+    ) -> tuple[Tensor, list[Extras]]:
+        """Rows [ranks, HEAD + sentinels] and the extras of each rank."""
+        text = msgspec.msgpack.encode(extras) if extras != Extras() else b""
+        number = 0.0 if record.tables is None else self._layout_number(record.layout)
+        head = torch.tensor([record.step, record.skipped, leaving, number, len(text)], dtype=torch.float64)
+        rows = self.ranks.gather(torch.cat([head, record.sentinels.sums, record.sentinels.maxes]))
+        sizes = rows[:, EXTRAS].int().tolist()
+        if not any(sizes):
+            return rows, [Extras()] * len(sizes)
+        texts = self.ranks.gather_bytes(text, sizes)
+        return rows, [msgspec.msgpack.decode(one, type=Extras) if one else Extras() for one in texts]
+
+    def _layout_number(self, layout: Layout | None) -> float:
+        """52 bits of the layout's id, exact in a float64; never 0."""
+        if layout is not self._layout and layout is not None:
+            self._layout, self._number = layout, float(int(layout.id[:13], 16) | 1)
+        return self._number
+
+    def _unite(self, layout: Layout, numbers: Tensor) -> Layout:
+        """The layout with the series of every rank; `layout` itself where all ranks have the same."""
+        key = tuple(numbers.tolist())
+        if len(set(key)) == 1:
+            return layout
+        if key not in self._united:
+            data = encode_layout(layout)
+            sizes = self.ranks.gather(torch.tensor([len(data)]))[:, 0].tolist()
+            found = {
+                series.key: series
+                for one in reversed(self.ranks.gather_bytes(data, sizes))  # the lowest rank's entry wins
+                for series in decode_layout(one).series
+            }
+            self._united[key] = Layout(series=tuple(sorted(found.values(), key=lambda s: (s.depth, *s.key))))
+        return self._united[key]
+
+    def _reduce(self, tables: SumTables) -> SumTables:
+        whole = torch.cat([tables.counts.flatten(), tables.histogram.flatten()])
+        self.ranks.sum(whole)
+        cut = tables.counts.numel()
+        return SumTables(
+            counts=whole[:cut].view_as(tables.counts),
+            sums=self.ranks.sum(tables.sums),
+            maxes=self.ranks.max(tables.maxes),
+            histogram=whole[cut:].view_as(tables.histogram),
+        )
+
+
+def table_bytes(tables: SumTables | None) -> int:
+    """Memory of a step's full measurement."""
+    if tables is None:
+        return 0
+    return sum(part.nbytes for part in (tables.counts, tables.sums, tables.maxes, tables.histogram))
