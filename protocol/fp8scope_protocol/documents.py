@@ -149,7 +149,10 @@ class CellDocument:
     step: int
     series: SeriesDocument
     precision: str
+    """What the layer ran in at that step."""
     metrics: dict[str, Number]
+    histogram: list[int]
+    """Exponent histogram (metrics.HISTOGRAM_BINS counts); empty where it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
