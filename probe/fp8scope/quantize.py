@@ -127,7 +127,7 @@ def _encode(x: Tensor, amax: Tensor, scales: Tensor, element: Format, *, rows_pe
         amax = amax.repeat_interleave(rows_per_scale, dim=0)[:rows]
         scales = scales.repeat_interleave(rows_per_scale, dim=0)[:rows]
     y = (_tiled(x.float()) / scales.unsqueeze(-1)).clamp(-element.largest, element.largest)
-    y = torch.where(torch.isfinite(amax).unsqueeze(-1), y, torch.nan)
+    y = y * torch.where(torch.isfinite(amax), 1.0, torch.nan).unsqueeze(-1)  # a select over y: 30x slower
     return y.to(DTYPES[element.name]).flatten(1)[:, :columns].contiguous()
 
 

@@ -84,6 +84,9 @@ SENTINEL_MAX_COLUMNS = ("update_max", "scale_staleness_bits", "loss_scale", "lr"
 GRAD_NORM_WINDOW = 64
 """Steps whose median `grad_norm_ratio` compares with."""
 
+LOST = 1e-3
+"""|d| / |x| below which a round trip counts as having lost the tensor."""
+
 Arrays = dict[str, npt.NDArray[np.generic]]
 
 
@@ -307,12 +310,16 @@ def _ratios(counts: Columns) -> Arrays:
 
 
 def _errors(counts: Columns, sums: Reals) -> Arrays:
-    """1 - cos(x, d) without cancellation; see `distortion` in the catalogue."""
+    """1 - cos(x, d) without cancellation; see `distortion` in the catalogue.
+
+    c = |d| / |x| comes from a difference of sums that are good to seven digits, so below LOST it says no
+    more than that d is nearly nothing: distortion 1.
+    """
     signal = sums["coded_x2"]
     n, b = sums["e2"] / signal, sums["xe"] / signal
     c = np.sqrt(np.maximum(1.0 - 2.0 * b + n, 0.0))
     distortion = np.clip((n - b * b) / (c * (c + 1.0 - b)), 0.0, 2.0)
-    lost = (counts["zero_codes"] == counts["coded"]) | (c == 0.0)  # d = 0 and x is not
+    lost = (counts["zero_codes"] == counts["coded"]) | (c < LOST)  # d = 0 and x is not
     distortion = np.where(signal == 0.0, 0.0, np.where(lost, 1.0, distortion))
     some = signal > 0.0
     return {
