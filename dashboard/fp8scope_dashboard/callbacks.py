@@ -1,0 +1,186 @@
+"""Server callbacks: answer what a page asks. All are async: a blocking one would stop every page.
+
+A page asks through its `ask-*` store (assets/shell.js) and gets `done-*` back with the same number. A
+failing collector is an answer too: the old content stays, `problem` goes to the banner.
+"""
+
+import asyncio
+from typing import Any
+
+from dash import ClientsideFunction, Dash, Input, Output, State, no_update
+
+from fp8scope_dashboard import panels, runs_page
+from fp8scope_dashboard.client import Collector, CollectorError, Refused
+from fp8scope_dashboard.scene import picture_query, scene_of
+from fp8scope_dashboard.view import Choices, View, fit, parse_view
+from fp8scope_protocol.commands import SetPrecision
+from fp8scope_protocol.documents import LayerDocument, RunDocument, SeriesDocument
+from fp8scope_protocol.errors import Invalid
+from fp8scope_protocol.metrics import METRICS
+
+WORST_SHOWN = 10
+EVENTS_SHOWN = 200
+
+Answer = dict[str, Any]
+
+RUN_OUTPUTS = {
+    "crumb": Output("crumb", "children"), "empty": Output("run-empty", "children"),
+    "body_hidden": Output("run-body", "hidden"), "strip": Output("strip", "children"),
+    "metric": Output("metric", "value"), "definition": Output("definition", "children"),
+    "role": Output("role", "value"), "roles": Output("role", "options"),
+    "orientation": Output("orientation", "value"), "orientations": Output("orientation", "options"),
+    "orientation_hidden": Output("orientation-field", "hidden"),
+    "format": Output("format", "value"), "formats": Output("format", "options"),
+    "format_hidden": Output("format-field", "hidden"),
+    "window": Output("window", "value"), "unzoom_hidden": Output("unzoom", "hidden"),
+    "scene": Output("scene", "data"), "shown": Output("shown", "data"),
+    "summary": Output("summary", "children"),
+    "layer": Output("layer", "value"), "layer_options": Output("layer", "options"),
+    "layer_info": Output("layer-info", "children"), "layer_note": Output("layer-note", "children"),
+    "to_bf16_off": Output("to-bf16", "disabled"), "to_fp8_off": Output("to-fp8", "disabled"),
+    "commands": Output("commands", "children"), "layers": Output("layers", "children"),
+    "events": Output("events", "children"), "worst": Output("worst", "children"),
+    "worst_note": Output("worst-note", "children"), "done": Output("done-run", "data"),
+}
+UNCHANGED: Answer = dict.fromkeys(RUN_OUTPUTS, no_update)
+
+
+def add_callbacks(app: Dash, collector: Collector) -> None:
+    """Register everything that the pages ask of this server."""
+
+    @app.callback(
+        Output("runs-table", "children"), Output("runs-count", "children"), Output("done-runs", "data"),
+        Input("ask-runs", "data"), prevent_initial_call=True)
+    async def list_runs(ask: dict[str, Any]) -> tuple[Any, Any, Any]:
+        try:
+            runs = await collector.runs()
+        except CollectorError as error:
+            return no_update, no_update, {"n": ask["n"], "problem": str(error)}
+        active = sum(run.active for run in runs)
+        words = f"{len(runs)} in all, {active} active" if runs else ""
+        return runs_page.table(runs), words, {"n": ask["n"], "problem": ""}
+
+    @app.callback(output=RUN_OUTPUTS, inputs=[Input("ask-run", "data")], prevent_initial_call=True)
+    async def show_run(ask: dict[str, Any]) -> Answer:
+        run, view = str(ask["run"]), parse_view(str(ask["query"]))
+        problem = ""
+        try:
+            answer = await answer_run(collector, run, view, str(ask["theme"]))
+        except Refused as error:
+            answer = _nothing(f"Run {run} cannot be shown", str(error)) | {"crumb": run}
+        except CollectorError as error:
+            answer, problem = UNCHANGED, str(error)
+        return answer | {"done": {"n": ask["n"], "run": run, "problem": problem}}
+
+    @app.callback(
+        Output("confirm-problem", "children"), Output("nudge", "data"),
+        Input("confirm-yes", "n_clicks"), State("wish", "data"), State("reason", "value"),
+        prevent_initial_call=True)
+    async def send_command(clicks: int, wish: dict[str, str], reason: str | None) -> tuple[Any, Any]:
+        try:
+            action = SetPrecision(modules=(wish["layer"],), precision=_precision(wish["precision"]))
+            command = await collector.send(wish["run"], action, (reason or "").strip()[:200])
+        except (CollectorError, Invalid) as error:
+            return f"Not sent: {error}", no_update
+        return "", {"command": command.id, "clicks": clicks}
+
+    _add_clientside(app)
+
+
+def _precision(word: str) -> Any:
+    return word  # SetPrecision refuses what is not a precision
+
+
+def _add_clientside(app: Dash) -> None:
+    """Register the functions of assets/shell.js and assets/scope.js."""
+
+    def run(name: str, *arguments: Any) -> None:
+        app.clientside_callback(ClientsideFunction("fp8scope", name), *arguments)  # type: ignore[no-untyped-call]
+
+    run("route", Output("place", "data"), Output("runs-page", "hidden"), Output("run-page", "hidden"),
+        Output("lost-page", "hidden"), Input("url", "pathname"), Input("url", "search"))
+    run("ask", Input("place", "data"), Input("live", "data"), Input("done-runs", "data"),
+        Input("done-run", "data"), Input("nudge", "data"), Input("theme", "data"),
+        Input("pulse", "n_intervals"))
+    run("badge", Output("live-badge", "children"), Output("live-badge", "className"),
+        Output("banner", "children"), Output("banner", "hidden"), Input("live", "data"),
+        Input("done-runs", "data"), Input("done-run", "data"), Input("place", "data"),
+        Input("pulse", "n_intervals"))
+    run("theme", Output("theme", "data"), Input("theme-button", "n_clicks"))
+    run("navigate", Input("metric", "value"), Input("role", "value"), Input("orientation", "value"),
+        Input("format", "value"), Input("window", "value"), Input("layer", "value"), Input("pick", "data"),
+        Input("zoom", "data"), Input("unzoom", "n_clicks"), State("shown", "data"))
+    run("draw", Output("drawn", "data"), Input("scene", "data"), State("catalogue", "data"))
+    run("wish", Output("wish", "data"), Output("confirm-title", "children"),
+        Output("confirm-text", "children"), Output("reason", "value"), Input("to-bf16", "n_clicks"),
+        Input("to-fp8", "n_clicks"), State("shown", "data"), State("place", "data"))
+    run("close", Input("confirm-no", "n_clicks"), Input("nudge", "data"))
+
+
+async def answer_run(collector: Collector, run: str, view: View, theme: str) -> Answer:
+    """Everything on a run page. Raises `CollectorError`."""
+    document, series, layers, events, commands = await asyncio.gather(
+        collector.run(run), collector.series(run), collector.layers(run),
+        collector.events(run, {"limit": EVENTS_SHOWN}), collector.commands(run))
+    view, choices = fit(view, series)
+    always = {
+        "crumb": document.name, "strip": panels.strip(document),
+        "commands": panels.commands(commands), "events": panels.events(events),
+        **_layer_part(document, layers, view), "shown": _shown(view),
+    }
+    if not series:
+        return UNCHANGED | _nothing(
+            "Nothing is measured yet",
+            "The run is known, its first sampled step has not arrived. This page fills itself.") | always
+    steps = view.steps(document.last_step)
+    query = picture_query(view, steps, theme, _rows(view, series))
+    picture, curve, worst = await asyncio.gather(
+        collector.heatmap(run, query), collector.steps(run, steps),
+        collector.worst(run, {"metric": view.metric, "role": view.role, "n": WORST_SHOWN}))
+    return always | _control_part(view, choices) | {
+        "empty": [], "body_hidden": False,
+        "scene": scene_of(run, view, query, picture, curve, events, layers),
+        "summary": picture.summary, "worst": panels.worst(worst),
+        "worst_note": f"{view.metric} of {view.role}s, newest samples",
+    }
+
+
+def _rows(view: View, series: list[SeriesDocument]) -> int:
+    return sum(one.role == view.role and one.orientation == view.orientation and one.format == view.format
+               for one in series)
+
+
+def _nothing(title: str, text: str) -> Answer:
+    """An empty state in place of the page's body."""
+    return UNCHANGED | {"empty": panels.nothing(title, text), "body_hidden": True, "strip": [], "scene": None}
+
+
+def _layer_part(run: RunDocument, layers: list[LayerDocument], view: View) -> Answer:
+    chosen = next((layer for layer in layers if layer.name == view.layer), None)
+    note = panels.switch_note(run, chosen)
+    return {
+        "layer": view.layer or None,
+        "layer_options": [{"label": one.name, "value": one.name} for one in layers],
+        "layer_info": panels.layer_info(chosen, view), "layer_note": note,
+        "to_bf16_off": bool(note), "to_fp8_off": bool(note), "layers": panels.layers(layers, view),
+    }
+
+
+def _control_part(view: View, choices: Choices) -> Answer:
+    def options(names: tuple[str, ...]) -> list[dict[str, str]]:
+        return [{"label": name.replace("_", " "), "value": name} for name in names]
+
+    metric = METRICS[view.metric]
+    return {
+        "metric": view.metric, "definition": f"{metric.definition} [{metric.unit}]",
+        "role": view.role, "roles": options(choices.roles),
+        "orientation": view.orientation, "orientations": options(choices.orientations),
+        "orientation_hidden": len(choices.orientations) < 2,
+        "format": view.format, "formats": options(choices.formats), "format_hidden": len(choices.formats) < 2,
+        "window": None if view.zoomed else view.window, "unzoom_hidden": not view.zoomed,
+    }
+
+
+def _shown(view: View) -> dict[str, str]:
+    return {"metric": view.metric, "role": view.role, "orientation": view.orientation, "format": view.format,
+            "window": "" if view.zoomed else view.window, "layer": view.layer}

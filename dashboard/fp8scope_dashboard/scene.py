@@ -1,0 +1,100 @@
+"""The scene: everything that scope.js draws on a run page, as one JSON value.
+
+Loss, heat map and events share one axis of steps, from `first` to `last`, both included. The picture's
+address names its steps, so that the picture and this description of it cannot disagree.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlencode
+
+from fp8scope_dashboard.client import Query, path_of
+from fp8scope_dashboard.view import View
+from fp8scope_dashboard.wording import in_bf16
+from fp8scope_protocol.documents import (
+    EventDocument,
+    HeatmapDocument,
+    LayerDocument,
+    Number,
+    StepsDocument,
+    from_number,
+)
+from fp8scope_protocol.metrics import METRICS, SENTINELS
+
+PICTURE_WIDTH = 1200
+MAX_POINTS = 1200
+"""Most points of the loss curve; beyond it each bucket shows its lowest and highest."""
+
+Scene = dict[str, Any]
+
+
+def picture_query(view: View, steps: Query, theme: str, rows: int) -> Query:
+    """What to ask the collector for: the picture and its description take the same."""
+    height = min(4096, max(1, rows) * max(1, 480 // max(1, rows)))
+    return {**view.selection(), **steps, "width": PICTURE_WIDTH, "height": height, "theme": theme}
+
+
+def scene_of(
+    run: str, view: View, query: Query, picture: HeatmapDocument, steps: StepsDocument,
+    events: Sequence[EventDocument], layers: Sequence[LayerDocument],
+) -> Scene:
+    """The scene of one view of one run."""
+    first, last = _range(picture, steps)
+    base = "/collector/" + path_of(run)
+    address = f"{base}/heatmap.png?" + urlencode({**query, "first": first, "last": last})
+    running = {layer.name: layer for layer in layers}
+    return {
+        "picture": address if picture.first is not None and picture.rows else None,
+        "cell": f"{base}/cell",
+        "first": first,
+        "last": last,
+        "rows": [
+            {"index": row.index, "name": row.name, "module": row.module,
+             "bf16": row.module in running and in_bf16(running[row.module])}
+            for row in picture.rows
+        ],
+        "scale": {"low": picture.scale.low, "high": picture.scale.high, "log": picture.scale.log,
+                  "unit": picture.scale.unit, "colours": picture.scale.colours},
+        "legend": picture.legend,
+        "summary": picture.summary,
+        "metric": view.metric,
+        "layer": view.layer,
+        "loss": _curve(steps, "loss"),
+        "events": [{"step": one.step, "kind": one.kind, "name": one.name, "text": one.text}
+                   for one in events],
+    }
+
+
+def catalogue() -> dict[str, dict[str, str]]:
+    """Unit and definition of every metric, for tooltips."""
+    return {key: {"unit": metric.unit, "definition": metric.definition, "kind": metric.kind}
+            for key, metric in (METRICS | {k: v for k, v in SENTINELS.items() if k not in METRICS}).items()}
+
+
+def _range(picture: HeatmapDocument, steps: StepsDocument) -> tuple[int, int]:
+    if picture.first is not None and picture.last is not None:
+        return picture.first, picture.last
+    return (steps.steps[0], steps.steps[-1]) if steps.steps else (0, 0)
+
+
+def _curve(steps: StepsDocument, key: str) -> dict[str, list[Any]]:
+    """{steps, values}, thinned to MAX_POINTS without losing a peak, a dip or a non-finite value."""
+    values: list[Number] = steps.columns.get(key, [])
+    size = -(-len(values) * 2 // MAX_POINTS)
+    if size <= 2:
+        return {"steps": steps.steps[:len(values)], "values": values}
+    kept: list[int] = []
+    for start in range(0, len(values), size):
+        kept.extend(_extremes(values, range(start, min(start + size, len(values)))))
+    return {"steps": [steps.steps[i] for i in kept], "values": [values[i] for i in kept]}
+
+
+def _extremes(values: Sequence[Number], bucket: range) -> list[int]:
+    """Indices of the first non-finite, the lowest and the highest value of a bucket."""
+    numbers = [i for i in bucket if isinstance(values[i], int | float)]
+    kept = {i for i in bucket if isinstance(values[i], str)}
+    kept = {min(kept)} if kept else kept
+    for pick in (min, max):
+        if numbers:
+            kept.add(pick(numbers, key=lambda i: from_number(values[i])))
+    return sorted(kept)

@@ -1,0 +1,60 @@
+"""How numbers and states read on the page."""
+
+from datetime import UTC, datetime
+
+from fp8scope_protocol.documents import LayerDocument, Number, RunDocument
+
+PRECISION_WORDS = {"fp8": "FP8", "bf16": "BF16", "shadow": "BF16, FP8 still measured"}
+
+
+def number(value: Number, digits: int = 4) -> str:
+    """`value` for people: NaN and infinities spelled out, an en dash where nothing was measured."""
+    if value is None:
+        return "–"
+    if isinstance(value, str):
+        return {"Infinity": "+Inf", "-Infinity": "-Inf"}.get(value, value)
+    if float(value).is_integer() and abs(value) < 10**digits:
+        return f"{value:.0f}"
+    return f"{value:.{digits}g}"
+
+
+def count(value: int) -> str:
+    """`value` with thin spaces between thousands."""
+    return f"{value:,}".replace(",", " ")
+
+
+def in_bf16(layer: LayerDocument) -> bool:
+    """Whether the layer computes in BF16, its FP8 still measured or not."""
+    return layer.running in ("bf16", "shadow")
+
+
+def precision(running: str) -> str:
+    return PRECISION_WORDS.get(running, running)
+
+
+def ago(moment: str, now: datetime | None = None) -> str:
+    """How long ago an ISO 8601 moment was, in the largest unit that fits."""
+    try:
+        then = datetime.fromisoformat(moment)
+    except ValueError:
+        return moment
+    if then.tzinfo is None:
+        then = then.replace(tzinfo=UTC)
+    seconds = max(0, int(((now or datetime.now(UTC)) - then).total_seconds()))
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size} {unit} ago"
+    return "just now" if seconds < 5 else f"{seconds} s ago"
+
+
+def health(run: RunDocument) -> tuple[str, str]:
+    """(state, words) of a run: `bad`, `warn`, `good` or `idle`, the worst thing first."""
+    if run.loss in ("NaN", "Infinity", "-Infinity"):
+        return "bad", f"loss is {number(run.loss)}"
+    if run.firing:
+        return "bad", f"{run.firing} alert{'s' if run.firing > 1 else ''} firing"
+    if sum(run.lost.values()):
+        return "warn", "batches lost"
+    if run.last_step is None:
+        return "idle", "no data yet"
+    return ("good", "healthy") if run.active else ("idle", "not reporting")
