@@ -198,12 +198,12 @@ class Spool:
     def _end_segment(self) -> None:
         if self._writer is None:
             return
+        writer, self._writer = self._writer, None
         try:
-            os.fdatasync(self._writer.fileno())
-            self._writer.close()
+            with writer:
+                os.fdatasync(writer.fileno())
         except OSError as error:
             LOG.warning("fp8scope: cannot flush the spool %s: %s", self.folder, error)
-        self._writer = None
 
     def _make_room(self, size: int) -> bool:
         """Drop oldest segments until one with a record of `size` fits; False if it never will."""
