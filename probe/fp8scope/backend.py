@@ -10,8 +10,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from fp8scope import quantize
+from fp8scope import quantize, roundtrip
 from fp8scope.quantize import Quantized
+from fp8scope.sums import RowSums
 from fp8scope_protocol.formats import Format
 
 
@@ -46,6 +47,27 @@ def quantize_blocks(
     from fp8scope import quantize_kernel
 
     return quantize_kernel.quantize_blocks(x, element, scales=scales, power_of_two=power_of_two)
+
+
+def round_trip(
+    x: Tensor,
+    element: Format,
+    scaling: str,
+    *,
+    scales: Tensor | None = None,
+    codes: Tensor | None = None,
+    rounding: str = "nearest",
+    power_of_two: bool = False,
+    out: RowSums | None = None,
+) -> RowSums:
+    """What quantization does to x [R, C], added to `out`; see `roundtrip.round_trip`."""
+    if not runs_kernels(x, element) or not scaling.startswith(("tile", "block")):
+        return roundtrip.round_trip(x, element, scaling, scales=scales, codes=codes, rounding=rounding,
+                                    power_of_two=power_of_two, out=out)
+    from fp8scope import roundtrip_kernel
+
+    return roundtrip_kernel.round_trip(x, element, scaling, scales=scales, codes=codes, rounding=rounding,
+                                       power_of_two=power_of_two, out=out)
 
 
 def runs_kernels(x: Tensor, element: Format) -> bool:
