@@ -1,6 +1,7 @@
 """Who waits for news of a run, and whether there is any."""
 
 import asyncio
+import contextlib
 
 
 class Changes:
@@ -24,8 +25,6 @@ class Changes:
         """The run's version once it differs from `version`, or after `timeout` seconds in any case."""
         if self.version(run_id) == version:
             waiting = self._waiting.setdefault(run_id, asyncio.Event())
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(waiting.wait(), timeout)
-            except TimeoutError:
-                pass
         return self.version(run_id)

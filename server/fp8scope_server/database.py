@@ -63,8 +63,8 @@ async def migrate(engine: AsyncEngine) -> None:
     except OperationalError as error:
         raise Fp8scopeError(f"no database at {_shown(engine.url)}: {str(error.orig).strip()}") from None
     except CommandError as error:
-        raise Fp8scopeError(f"the schema of {_shown(engine.url)} does not fit this version of fp8scope: {error}; "
-                            "upgrade fp8scope, or give it a database of its own") from None
+        raise Fp8scopeError(f"the schema of {_shown(engine.url)} does not fit this fp8scope ({error}); "
+                            "upgrade fp8scope, or give it another database") from None
 
 
 def migrations_folder() -> Path:
@@ -73,7 +73,7 @@ def migrations_folder() -> Path:
     for folder in (package / "migrations", package.parents[1] / "migrations"):
         if (folder / "env.py").exists():
             return folder
-    raise Fp8scopeError(f"fp8scope is installed without its migrations (looked in {package}); install it again")
+    raise Fp8scopeError(f"fp8scope is installed without its migrations (none in {package})")
 
 
 def _upgrade(connection: Connection) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from sqlalchemy.exc import InterfaceError, OperationalError, TimeoutError
+from sqlalchemy.exc import DataError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 
 from fp8scope_protocol.errors import BrokenMessage, Fp8scopeError, Invalid, TooLarge, UnknownName
@@ -41,7 +42,8 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Fp8scopeError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid_request)
     app.add_exception_handler(HTTPException, _http)
-    for kind in (OperationalError, InterfaceError, TimeoutError):
+    app.add_exception_handler(DataError, _no_such_value)
+    for kind in (OperationalError, InterfaceError, PoolTimeout):
         app.add_exception_handler(kind, _no_database)
     app.add_exception_handler(Exception, _unexpected)
 
@@ -70,6 +72,11 @@ def _invalid_request(_: Request, error: Exception) -> Response:
 def _http(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return problem(error.status_code, error.detail, headers=error.headers)
+
+
+def _no_such_value(_: Request, error: Exception) -> Response:
+    assert isinstance(error, DataError)
+    return problem(422, f"the database cannot hold that: {error.orig}")
 
 
 def _no_database(_: Request, error: Exception) -> Response:

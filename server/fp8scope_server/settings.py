@@ -55,7 +55,7 @@ class ServerSettings:
                 if not text.isascii() or not text.isdigit():
                     raise Invalid(variable, text, "must be a whole number")
                 given[name] = int(text)
-        host = environ.get("FP8SCOPE_HOST") or cls.host
+        host = environ.get("FP8SCOPE_HOST") or LOOPBACK[0]
         names = [name.strip().lower() for name in environ.get("FP8SCOPE_HOSTS", "").split(",")]
         url = environ.get("FP8SCOPE_DATABASE_URL")
         return cls(
