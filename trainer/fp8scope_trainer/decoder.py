@@ -144,6 +144,3 @@ def rotate(x: Tensor, base: float) -> Tensor:
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
-
-
-PRESETS = {"demo": demo, "hundred_million": hundred_million}

@@ -3,9 +3,9 @@
 `frozen-amax`. In one block, the linear that reads the normalized stream runs under delayed scaling. From
 `fault_step` on its amax history is stuck, as a cache that is no longer refreshed would be, while the gain of
 the norm in front of it grows by `growth` each step. The scale no longer follows: the layer saturates first
-and distorts then. In BF16 the same gain does no harm. At `release_step` the history is refreshed again.
+and distorts then. In BF16 the same gain does no harm. At `released_at` the history is refreshed again.
 
-    step    fault_step        fault_step + gain_steps        release_step
+    step    fault_step        fault_step + gain_steps        released_at
             |- gain grows -------------|                           |
             |- history frozen -------------------------------------|- one step later the scale fits
 """
@@ -21,6 +21,8 @@ from fp8scope_trainer.linear import Fp8Linear
 
 DRILLS = ("frozen-amax",)
 
+RELEASE_AFTER = 10
+
 Part = Literal["attention", "mlp"]
 _READERS: dict[str, tuple[str, str]] = {
     # part: (norm in front, linear behind it), in a layer of the reference decoder
@@ -34,14 +36,14 @@ class FrozenAmax:
     """Where and when. Steps are optimizer steps, counted from 0."""
 
     block: str = "layers.2"
-    part: Part = "mlp"
-    fault_step: int = 30
-    gain_steps: int = 20
+    part: Part = "attention"
+    fault_step: int = 25
+    gain_steps: int = 40
     """Steps during which the gain grows."""
     growth: float = 1.1
     """Factor on the gain, per step."""
     release_step: int | None = None
-    """When the history is refreshed again; None for never."""
+    """When the history is refreshed again; None for `RELEASE_AFTER` steps after the gain has stopped."""
 
     def __post_init__(self) -> None:
         if self.part not in _READERS:
@@ -56,6 +58,12 @@ class FrozenAmax:
             raise Invalid("release_step", self.release_step, f"must be after fault_step = {self.fault_step}")
 
     @property
+    def released_at(self) -> int:
+        """First step whose amax enters the history again."""
+        end_of_growth = self.fault_step + self.gain_steps
+        return end_of_growth + RELEASE_AFTER if self.release_step is None else self.release_step
+
+    @property
     def layer(self) -> str:
         """Name of the linear that is hurt; it must run under delayed scaling."""
         return f"{self.block}.{_READERS[self.part][1]}"
@@ -65,13 +73,16 @@ class FrozenAmax:
         """Name of the norm whose gain grows."""
         return f"{self.block}.{_READERS[self.part][0]}"
 
-    def check(self, model: nn.Module) -> None:
-        """Refuses a model that this drill would leave unharmed."""
+    def check_names(self, model: nn.Module) -> None:
+        """Refuses a block that `model` does not have."""
         names = dict(model.named_modules())
-        for name in (self.layer, self.norm):
-            if name not in names:
-                raise UnknownName("block", self.block, _blocks(names, self.part))
-        layer = names[self.layer]
+        if self.layer not in names or self.norm not in names:
+            raise UnknownName("block", self.block, _blocks(names, self.part))
+
+    def check(self, model: nn.Module) -> None:
+        """Refuses a converted model that this drill would leave unharmed."""
+        self.check_names(model)
+        layer = model.get_submodule(self.layer)
         if not isinstance(layer, Fp8Linear) or layer.history is None:
             raise Invalid("block", self.block, f"{self.layer} must be an Fp8Linear with delayed scaling")
 
@@ -79,8 +90,7 @@ class FrozenAmax:
         """Does to `model` what is due before the forward of `step`. Call it on every rank."""
         layer = model.get_submodule(self.layer)
         if isinstance(layer, Fp8Linear) and layer.history is not None:
-            released = self.release_step is not None and step >= self.release_step
-            layer.history.frozen = step >= self.fault_step and not released
+            layer.history.frozen = self.fault_step <= step < self.released_at
         if self.fault_step <= step < self.fault_step + self.gain_steps:
             gain = model.get_submodule(self.norm).get_parameter("weight")
             with torch.no_grad():
