@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from fp8scope_protocol.commands import Precision, SetPrecision
 from fp8scope_protocol.metrics import METRICS
-from fp8scope_protocol.rules import Condition, Decision, LayerState, Rule, RuleState, evaluate
+from fp8scope_protocol.rules import Condition, Decision, LayerState, Rule, RuleState, Status, evaluate
 from fp8scope_protocol.series import matching_names
 from fp8scope_protocol.wire import is_missing
 from fp8scope_server.commands import issue
@@ -164,11 +164,12 @@ async def undo(session: AsyncSession, origin: Origin, rule_name: str, action: di
     state = state_of(row, origin.producer)
     if state.attempt != origin.attempt_id:
         return
-    layers = dict(state.layers)
-    for module in action["modules"]:
-        if module in layers and layers[module].status != "stuck":
-            layers[module] = LayerState(
-                status="fp8" if action["precision"] == "bf16" else "bf16", since_step=origin.step,
-                switches=layers[module].switches)
+    believed: Status = action["precision"]
+    really: Status = "fp8" if believed == "bf16" else "bf16"
+    layers = {
+        module: LayerState(status=really, since_step=origin.step, switches=layer.switches)
+        if module in action["modules"] and layer.status == believed else layer
+        for module, layer in state.layers.items()
+    }
     keep_state(row, origin.producer,
                RuleState(attempt=state.attempt, last_step=state.last_step, layers=layers))
