@@ -52,7 +52,7 @@ class RunNumbers:
     """Role -> NaNs and infinities so far."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Snapshot(Collector):
     """Everything that one scrape tells."""
 

@@ -72,15 +72,15 @@ async def read_events(
 
 async def read_firing(session: AsyncSession, runs: Sequence[str]) -> Mapping[str, int]:
     """Per run, the layers that a rule holds out of FP8 in the newest attempt."""
-    newest = (select(Attempt.run_id, Attempt.id).where(Attempt.run_id.in_(runs))
-              .distinct(Attempt.run_id).order_by(Attempt.run_id, Attempt.number.desc()).subquery())
-    rows = await session.execute(
-        select(RuleRow.run_id, RuleRow.state, newest.c.id).join(newest, newest.c.run_id == RuleRow.run_id))
+    attempts = await session.execute(
+        select(Attempt.run_id, Attempt.id).where(Attempt.run_id.in_(runs)).order_by(Attempt.number))
+    newest = {row.run_id: row.id for row in attempts}
+    rows = await session.execute(select(RuleRow.run_id, RuleRow.state).where(RuleRow.run_id.in_(runs)))
     firing: Counter[str] = Counter()
-    for row in rows:
-        for state in row.state.values():
-            if state.get("attempt") == row.id:
-                firing[row.run_id] += sum(one["status"] != "fp8" for one in state["layers"].values())
+    for run, states in rows:
+        for state in states.values():
+            if state["attempt"] == newest[run]:
+                firing[run] += sum(one["status"] != "fp8" for one in state["layers"].values())
     return firing
 
 
