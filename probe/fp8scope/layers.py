@@ -1,0 +1,98 @@
+"""The layers that are watched, the parameters, and what both are called.
+
+Names are those of the bare model: wrapper prefixes are stripped, so a layer keeps its name under DDP, FSDP,
+checkpointing and compilation. A module or parameter that is registered several times has its first name and
+lists the others as aliases. Depth is the place in the order of registration.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from fp8scope_protocol.series import canonical_name
+from fp8scope_protocol.wire import Unobserved
+
+ROOT = "(model)"
+"""Name of a model that is itself the layer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """One watched module."""
+
+    name: str
+    module: nn.Module
+    depth: int
+    index: int
+    """Place among the watched layers; decides which rank measures what all ranks hold alike."""
+    aliases: tuple[str, ...]
+    weight_name: str
+    weight_aliases: tuple[str, ...]
+
+    @property
+    def in_situ(self) -> bool:
+        """True when the layer quantizes by itself and reports what it did."""
+        return hasattr(self.module, "observer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterPlace:
+    """Where a parameter belongs: the layer that owns it ("" if none is watched) and its depth."""
+
+    name: str
+    aliases: tuple[str, ...]
+    module: str
+    depth: int
+    index: int
+
+
+def find_layers(model: nn.Module) -> tuple[Layer, ...]:
+    """Every `nn.Linear` and every module with an attribute `observer`, in order of registration."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(canonical_name(name) or ROOT)
+    places = parameter_places(model)
+    layers: list[Layer] = []
+    for depth, module in enumerate(model.modules()):
+        if not isinstance(module, nn.Linear) and not hasattr(module, "observer"):
+            continue
+        name, *aliases = dict.fromkeys(names[id(module)])
+        own = f"{name}.weight" if name != ROOT else "weight"
+        place = places.get(id(getattr(module, "weight", None)))
+        layers.append(Layer(
+            name=name, module=module, depth=depth, index=len(layers), aliases=tuple(aliases),
+            weight_name=place.name if place else own, weight_aliases=place.aliases if place else (),
+        ))
+    return tuple(layers)
+
+
+def parameter_places(model: nn.Module) -> dict[int, ParameterPlace]:
+    """Every parameter of `model` by id. Ids change when FSDP shards: call again, do not keep."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(canonical_name(name))
+    places: dict[int, ParameterPlace] = {}
+    for depth, (prefix, module) in enumerate(model.named_modules()):
+        watched = isinstance(module, nn.Linear) or hasattr(module, "observer")
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in places:
+                name, *aliases = dict.fromkeys(names[id(parameter)])
+                places[id(parameter)] = ParameterPlace(
+                    name=name, aliases=tuple(aliases), depth=depth, index=len(places),
+                    module=(canonical_name(prefix) or ROOT) if watched else "",
+                )
+    return places
+
+
+def find_unobserved(model: nn.Module) -> tuple[Unobserved, ...]:
+    """Modules with matrices of their own that are no layer we can watch."""
+    watched = {id(layer.module) for layer in find_layers(model)}
+    return tuple(
+        Unobserved(name=canonical_name(name) or ROOT, reason=f"{type(module).__name__} is not a linear layer")
+        for name, module in model.named_modules()
+        if id(module) not in watched and any(_is_matrix(p) for p in module.parameters(recurse=False))
+    )
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return parameter.dim() >= 2

@@ -1,0 +1,319 @@
+"""`attach`: one line that puts the probe on a training job, and the clock that counts its steps.
+
+    scope = fp8scope.attach(model, optimizer, run="pretrain-7b", every=10)
+
+A step closes at the first training forward of the model after an optimizer's step, or when the job says
+`scope.step(n)`; once a job has said so, only that counts (two optimizers, an optimizer inside backward, steps
+that a gradient scaler skips). What lies between two closings is one step, however many micro-batches it has.
+
+At the boundary before step n + 2 the commands that were merged with step n are applied, on every rank alike:
+the only moment at which the training thread may wait for the probe, and by then the answer is normally there.
+"""
+
+import atexit
+import platform
+import socket
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fp8scope.hooks import Inert, install
+from fp8scope.layers import find_layers, find_unobserved, parameter_places
+from fp8scope.precision import precision_map, set_precision
+from fp8scope.ranks import join_ranks
+from fp8scope.rows import Rows
+from fp8scope.sentinels import Number, Sentinels
+from fp8scope.settings import read_settings
+from fp8scope.states import StateRecorder, measure_states
+from fp8scope.sums import StepRecord, StepWorker
+from fp8scope.watch import Watch
+from fp8scope.worker import Worker
+from fp8scope_protocol.access import read_token
+from fp8scope_protocol.commands import Command, CommandReport
+from fp8scope_protocol.errors import Fp8scopeError, Invalid
+from fp8scope_protocol.formats import parse_format
+from fp8scope_protocol.series import NAME_LIMIT
+from fp8scope_protocol.wire import Hello
+
+
+class RootHook(Inert):
+    """Calls `begins` when a training forward of the whole model does; not in evaluation or recomputation."""
+
+    def __init__(self, begins: Callable[[], None]) -> None:
+        self.begins = begins
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.begins()
+
+
+class Scope:
+    """A probe on a model. Made by `attach`; use it as a context manager, or `close` it.
+
+    Nothing here raises into the training loop after construction, apart from wrong arguments.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: tuple[Optimizer, ...], *, worker: StepWorker, every: int,
+        formats: tuple[str, ...] = ("e4m3",), start_step: int = 0,
+    ) -> None:
+        _check_unattached(model)
+        self.every = every
+        self.current = start_step
+        """The step under way."""
+        self._worker = worker
+        self._layers = find_layers(model)
+        self._model = model
+        self._optimizers = optimizers
+        self._explicit = False
+        self._stepped = False
+        self._closed = False
+        self._awaited: deque[int] = deque()
+        self._reports: list[CommandReport] = []
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._watch = Watch(Rows(device), formats=tuple(parse_format(name) for name in formats),
+                            rank=worker.rank, world=worker.world)
+        self._sentinels = Sentinels(device, world=worker.world)
+        self._places = parameter_places(model)
+        self._handles = self._install()
+        self._watch.begin(sampling=self._is_sampled())
+        self._told_missing = False
+        atexit.register(_close_at_exit, weakref.ref(self))
+
+    def log(self, **values: Number) -> None:
+        """Numbers of the current step that the job knows: loss, grad_norm, lr, loss_scale.
+
+        Detached tensors stay on their device. A loss may be given once a micro-batch.
+        """
+        self._sentinels.log(values)
+
+    def step(self, n: int | None = None, *, skipped: bool = False, **values: Number) -> None:
+        """Closes step `n` (None: the current one), after the optimizer's step or in its place if `skipped`.
+
+        From the first call on only these calls close steps. Further arguments are those of `log`.
+        """
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 0):
+            raise Invalid("n", n, "must be a step number, 0 or more, or None for the current step")
+        if self._closed:
+            return
+        self.log(**values)
+        self._explicit = True
+        if n is not None:
+            self.current = n
+        self._close_step(skipped=skipped)
+
+    def detach(self) -> None:
+        """Leaves the model and the optimizers as they were found."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        owners: list[Any] = [*(layer.module for layer in self._layers), *self._optimizers]
+        for owner in owners:
+            if isinstance(getattr(owner, "observer", None), Inert):
+                owner.observer = None
+
+    def close(self) -> None:
+        """Closes the step under way if the optimizer has stepped, detaches and sends what is left."""
+        if self._closed:
+            return
+        if self._stepped and not self._explicit:
+            self._close_step(skipped=False)
+        self._closed = True
+        self.detach()
+        self._worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _install(self) -> list[RemovableHandle]:
+        handles = install(self._layers, self._watch)
+        handles.append(self._model.register_forward_pre_hook(RootHook(self._on_forward), prepend=True))
+        for optimizer in self._optimizers:
+            handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
+            handles.append(optimizer.register_step_post_hook(self._after_optimizer))
+            if hasattr(optimizer, "observer"):
+                optimizer.observer = StateRecorder(self._watch, self._places)
+        return handles
+
+    def _is_sampled(self) -> bool:
+        return self.current % self.every == 0
+
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        with self._watch.guarded("optimizer"):
+            if self._watch.sampling:  # FSDP may have replaced parameters since
+                self._places.update(parameter_places(self._model))
+            self._sentinels.before_step(optimizer)
+
+    def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepped = True
+        with self._watch.guarded("optimizer"):
+            self._sentinels.after_step(optimizer)
+        if self._watch.sampling:
+            measure_states(optimizer, self._places, self._watch)
+
+    def _on_forward(self) -> None:
+        """A training forward of the whole model begins."""
+        if self._stepped and not self._explicit:
+            self._close_step(skipped=False)
+
+    def _close_step(self, *, skipped: bool) -> None:
+        step, self._stepped = self.current, False
+        with self._watch.guarded("step"):
+            self._worker.submit(self._record(step, skipped))
+            self._awaited.append(step)
+        self.current = step + 1
+        with self._watch.guarded("step"):
+            self._obey()
+        self._watch.begin(sampling=self._is_sampled())
+
+    def _record(self, step: int, skipped: bool) -> StepRecord:
+        tables, layout = None, None
+        if self._watch.sampling:
+            self._note_unmeasured(step)
+            self._sentinels.staleness(self._watch.rows.worst_staleness())
+            tables, layout = self._watch.rows.collect() or (None, None)
+        sentinels = self._sentinels.take()
+        reports, self._reports = tuple(self._reports), []
+        return StepRecord(
+            step=step, skipped=skipped, sentinels=sentinels, tables=tables, layout=layout,
+            events=self._watch.events(step), reports=reports, wait=_arrival(self._watch.rows.device),
+        )
+
+    def _note_unmeasured(self, step: int) -> None:
+        """Says, after the first measured step, what a reader would miss in it."""
+        if self._told_missing:
+            return
+        self._told_missing = True
+        ran, gradients = self._watch.ran, self._watch.gradients
+        for layer in self._layers:
+            if layer.name not in ran:
+                self._watch.unobserved(layer.name, f"did not run in step {step}: unused, or compiled before "
+                                                   "the probe was attached")
+            elif not layer.in_situ and layer.name not in gradients:
+                self._watch.unobserved(layer.name, "gradient not observed: no output had one")
+
+    def _obey(self) -> None:
+        """Applies what was merged with the step before the last one."""
+        if len(self._awaited) < 2:
+            return
+        for command in self._worker.result(self._awaited.popleft()).commands:
+            self._reports.append(self._apply(command))
+
+    def _apply(self, command: Command) -> CommandReport:
+        try:
+            set_precision(self._layers, command.action)
+        except Fp8scopeError as error:
+            return CommandReport(id=command.id, state="rejected", step=self.current, reason=str(error))
+        return CommandReport(id=command.id, state="applied", step=self.current)
+
+
+def attach(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    *,
+    run: str,
+    every: int = 10,
+    collector: str | None = None,
+    spool: str | Path | None = None,
+    resume: bool = False,
+    start_step: int | None = None,
+    formats: Iterable[str] = ("e4m3",),
+    remote_control: bool = False,
+) -> Scope:
+    """Puts the probe on `model`. Call it on every rank, after sharding if the model is sharded.
+
+    run: name of the run; a name used before starts a new run, unless `resume` continues the newest of it.
+    every: steps between two full measurements; sentinels are taken in every step.
+    collector: address, or `offline`; else FP8SCOPE_COLLECTOR, else http://127.0.0.1:8050.
+    start_step: number of the first step; None takes it from the optimizer's state, which is 0 for a new run.
+    formats: measured as what-ifs in layers that do not quantize by themselves.
+    remote_control: whether the collector may change the precision of layers.
+
+    A model that has a probe is refused: its layers can report to one only.
+    """
+    given = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+    names = tuple(formats)
+    _check_arguments(run, every, start_step, names)
+    _check_unattached(model)
+    settings = read_settings(collector=collector, spool=None if spool is None else Path(spool))
+    first = _first_step(given) if start_step is None else start_step
+    ranks = join_ranks(
+        repr((run, every, names, remote_control, resume, first)),
+        handshake_seconds=settings.handshake_seconds, reduce_seconds=settings.reduce_seconds,
+    )
+    hello = Hello(
+        run=run, attempt="", producer="", resume=resume, every=every, remote_control=remote_control,
+        started_ns=time.time_ns(), host=socket.gethostname(), precision=precision_map(find_layers(model)),
+        unobserved=find_unobserved(model), facts=_facts(model, given),
+    )
+    worker = Worker(hello, ranks=ranks, settings=settings, token=read_token())
+    return Scope(model, given, worker=worker, every=every, formats=names, start_step=first)
+
+
+def _check_arguments(run: str, every: int, start_step: int | None, formats: tuple[str, ...]) -> None:
+    if not isinstance(run, str) or not 0 < len(run) <= NAME_LIMIT or not run.isprintable():
+        raise Invalid("run", run, f"must be 1 to {NAME_LIMIT} printable characters")
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise Invalid("every", every, "must be a number of steps, 1 or more")
+    if start_step is not None and start_step < 0:
+        raise Invalid("start_step", start_step, "must be 0 or more")
+    if not formats:
+        raise Invalid("formats", formats, "must name at least one format")
+    for name in formats:
+        parse_format(name)
+
+
+def _check_unattached(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if any(isinstance(hook, Inert) for hook in module._forward_pre_hooks.values()):
+            raise Invalid("model", name or type(model).__name__, "has a probe already; close its scope first")
+
+
+def _first_step(optimizers: tuple[Optimizer, ...]) -> int:
+    """How many steps the optimizers have made, by their own count; 0 if they do not count."""
+    counts = [state["step"] for one in optimizers for state in one.state.values() if "step" in state]
+    return max((int(count) for count in counts), default=0)
+
+
+def _facts(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, str]:
+    return {
+        "model": type(model).__name__,
+        "parameters": str(sum(p.numel() for p in model.parameters())),
+        "optimizer": ", ".join(type(one).__name__ for one in optimizers),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "fp8scope": version("fp8scope"),
+        "device": str(next((p.device for p in model.parameters()), "cpu")),
+    }
+
+
+def _arrival(device: torch.device) -> Callable[[], None] | None:
+    """Waits for what was copied to the host so far; None where copies are done at once."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
+def _close_at_exit(reference: "weakref.ref[Scope]") -> None:
+    scope = reference()
+    if scope is not None:
+        scope.close()

@@ -1,0 +1,141 @@
+"""Sentinels: a few numbers of the whole job, taken in every step at any cadence.
+
+Everything stays on the device until the step closes. How numbers merge over ranks is fixed by their columns
+(sums.py): squares and counts add up, extremes take the maximum. What several ranks hold alike enters with
+1 / replicas, so that a sum over ranks counts it once, under DDP, FSDP and hybrids of both.
+
+Gradients are read when `optimizer.step` begins: after unscaling, and after clipping if the job clips. A job
+that knows the norm before clipping says so with `scope.log(grad_norm=...)`, which wins.
+
+Numbers about the update come from the optimizer's own account (`optimizer.step_stats`) if it keeps one, else
+from its exp_avg and exp_avg_sq: u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fp8scope.rows import to_host
+from fp8scope.sharding import local, replicas
+from fp8scope.sums import SENTINEL_MAX_COLUMNS, SENTINEL_SUM_COLUMNS, SentinelSums
+from fp8scope_protocol.errors import UnknownName
+
+LOGGED = ("loss", "grad_norm", "lr", "loss_scale")
+"""What a job may hand over by name."""
+
+Number = Tensor | float
+
+
+class Sentinels:
+    """The sentinels of the step under way."""
+
+    def __init__(self, device: torch.device, *, world: int) -> None:
+        self.device = device
+        self.world = world
+        self._now = SentinelSums.zeros(device)
+        self._logged: set[str] = set()
+
+    def log(self, values: dict[str, Number]) -> None:
+        """Numbers that the job knows. Losses average over calls; the others are the job's, on any rank."""
+        for name, value in values.items():
+            if name not in LOGGED:
+                raise UnknownName("log", name, LOGGED)
+            self._logged.add(name)
+            if name == "loss":
+                self._add(loss_sum=self._number(value), loss_count=1.0)
+                self._add(nonfinite=(~torch.isfinite(self._number(value))).double())
+            elif name == "grad_norm":
+                self._set("grad_square", self._number(value).square() / self.world)
+                self._set("grad_count", 1.0)
+            else:
+                self._raise(name, self._number(value))
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Reads the gradients that `optimizer` is about to use."""
+        if "lr" not in self._logged:
+            self._raise("lr", self._number(optimizer.param_groups[0]["lr"]))
+        scale = getattr(optimizer, "grad_scale", None)  # set where the optimizer unscales by itself
+        scale = self._number(1.0 if scale is None else scale)
+        for parameter in _parameters(optimizer):
+            if parameter.grad is None:
+                continue
+            gradient = local(parameter.grad)
+            share = 1.0 / replicas(parameter, self.world)
+            bad = gradient.numel() - torch.count_nonzero(torch.isfinite(gradient))
+            self._add(nonfinite=self._number(bad) * share)
+            if "grad_norm" not in self._logged:
+                norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+                self._add(grad_square=(self._number(norm) / scale).square() * share)
+        if "grad_norm" not in self._logged:
+            self._add(grad_count=1.0)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Reads what the step did to the parameters."""
+        stats = getattr(optimizer, "step_stats", None)
+        if stats is not None:  # this rank's own ratios: merged over ranks as means
+            self._raise("update_max", self._number(stats.update_max))
+            self._add(v_zero=self._number(stats.v_zero_share), v_total=1.0, weight_square=1.0,
+                      update_square=self._number(stats.update_weight_ratio).square())
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                if {"exp_avg", "exp_avg_sq", "step"} <= state.keys() and "betas" in group:
+                    self._add_update(group, parameter, state)
+
+    def staleness(self, bits: Tensor) -> None:
+        """The worst scale staleness of a delayed-scaling layer, in bits."""
+        self._raise("scale_staleness_bits", bits)
+
+    def take(self) -> SentinelSums:
+        """The step's sentinels on their way to the host; then begins anew."""
+        taken = SentinelSums(sums=to_host(self._now.sums), maxes=to_host(self._now.maxes))
+        self._now = SentinelSums.zeros(self.device)
+        self._logged.clear()
+        return taken
+
+    def _add_update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor]) -> None:
+        m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        if not (m.is_floating_point() and m.element_size() > 1 and m.shape == v.shape) or not m.numel():
+            return
+        share = 1.0 / replicas(parameter, self.world)
+        beta1, beta2 = group["betas"]
+        step = state["step"]
+        t = float(step) if not step.is_cuda else step.double()
+        root = v.sqrt().div_((1 - beta2**t) ** 0.5).add_(group["eps"])
+        update = m.div(root)
+        first = self._number(1 - beta1**t)
+        lr = self._number(group["lr"])
+        self._raise("update_max", self._number(torch.linalg.vector_norm(update, math.inf)) / first)
+        moved = self._number(torch.linalg.vector_norm(update, dtype=torch.float64)) / first * lr
+        weight = self._number(torch.linalg.vector_norm(local(parameter), dtype=torch.float64))
+        lost = torch.count_nonzero((v == 0) & (m != 0))
+        self._add(update_square=moved.square() * share, weight_square=weight.square() * share,
+                  v_zero=self._number(lost) * share, v_total=m.numel() * share)
+
+    def _number(self, value: Number) -> Tensor:
+        """`value` as float64 [] on the device; nothing waits."""
+        if isinstance(value, Tensor):
+            return local(value).to(self.device, torch.float64, non_blocking=True).reshape(())
+        return torch.full((), value, dtype=torch.float64, device=self.device)
+
+    def _add(self, **values: Number) -> None:
+        for name, value in values.items():
+            self._now.sums[SENTINEL_SUM_COLUMNS.index(name)] += value
+
+    def _set(self, name: str, value: Number) -> None:
+        self._now.sums[SENTINEL_SUM_COLUMNS.index(name)] = value
+
+    def _raise(self, name: str, value: Tensor) -> None:
+        """NaN counts as Inf: a maximum over ranks may lose a NaN."""
+        cell = self._now.maxes[SENTINEL_MAX_COLUMNS.index(name)]
+        torch.maximum(cell, value.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), out=cell)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,0 +1,98 @@
+"""What quantization does, or would do, to optimizer states; measured after the step of a sampled step.
+
+An optimizer with an attribute `observer` (see observer.py) hands over what it encoded. States that are held
+in floating point are measured as a what-if in [1,128] tiles: exp_avg and momentum_buffer as they are,
+exp_avg_sq as its square root, which is what a quantizer should store (twice the binades in the same codes).
+
+Only matrices are measured: no state format quantizes vectors. Under FSDP a rank measures its own shard; what
+all ranks hold alike is measured by one of them. Rows of a [R, C] state are rows of its parameter.
+"""
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fp8scope.hooks import Inert
+from fp8scope.layers import ParameterPlace
+from fp8scope.quantize import DTYPES
+from fp8scope.sharding import is_measured_here, local
+from fp8scope.watch import Watch
+from fp8scope_protocol.formats import Format, parse_format
+from fp8scope_protocol.series import Series
+
+ROLES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum"}
+FORMAT_OF = {dtype: name for name, dtype in DTYPES.items()}
+
+Places = dict[int, ParameterPlace]
+
+
+def measure_states(optimizer: Optimizer, places: Places, watch: Watch) -> None:
+    """What-if of every floating-point state of a matrix."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            place = places.get(id(parameter))
+            state = optimizer.state.get(parameter)
+            if place is None or not state or parameter.dim() < 2:
+                continue
+            with watch.guarded(place.name):
+                for key, role in ROLES.items():
+                    if isinstance(x := state.get(key), Tensor) and _is_high_precision(x, parameter):
+                        _measure(watch, place, role, parameter, x)
+
+
+class StateRecorder(Inert):
+    """What an optimizer with quantized states reports to: an `observer.StateObserver`."""
+
+    def __init__(self, watch: Watch, places: Places) -> None:
+        self.watch = watch
+        self.places = places
+        """Refreshed by the scope before each step."""
+
+    @property
+    def active(self) -> bool:
+        return self.watch.sampling
+
+    def state(
+        self, parameter: Tensor, role: str, x: Tensor, scales: Tensor, *, scaling: str, rounding: str,
+        codes: Tensor,
+    ) -> None:
+        """One encoded state, this rank's part."""
+        place = self.places.get(id(parameter))
+        if place is None:
+            return
+        with self.watch.guarded(place.name):
+            name = FORMAT_OF.get(codes.dtype)
+            if name is None:
+                self.watch.unobserved(place.name, f"{role} is stored as {codes.dtype}")
+                return
+            series = _series(place, role, parse_format(name), scaling, rounding=rounding, live=True)
+            self.watch.rows.row(series)
+            if _is_mine(self.watch, parameter, place):
+                self.watch.measure(series, x, parse_format(name), scales=scales, codes=codes)
+
+
+def _measure(watch: Watch, place: ParameterPlace, role: str, parameter: Tensor, state: Tensor) -> None:
+    x = local(state).flatten(1)
+    for element in watch.formats:
+        series = _series(place, role, element, "tile 1x128")
+        watch.rows.row(series)  # all ranks have the same series
+        if _is_mine(watch, parameter, place):
+            watch.measure(series, x.float().sqrt() if role == "exp_avg_sq" else x, element)
+
+
+def _series(
+    place: ParameterPlace, role: str, element: Format, scaling: str, *, rounding: str = "nearest",
+    live: bool = False,
+) -> Series:
+    return Series(
+        name=place.name, role=role, format=element.name, scaling=scaling,  # type: ignore[arg-type]
+        rounding=rounding, live=live, module=place.module, depth=place.depth,  # type: ignore[arg-type]
+        aliases=place.aliases,
+    )
+
+
+def _is_mine(watch: Watch, parameter: Tensor, place: ParameterPlace) -> bool:
+    return is_measured_here(parameter, rank=watch.rank, world=watch.world, index=place.index)
+
+
+def _is_high_precision(x: Tensor, parameter: Tensor) -> bool:
+    return x.is_floating_point() and x.element_size() > 1 and x.shape == parameter.shape
