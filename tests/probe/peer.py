@@ -35,6 +35,7 @@ SCRIPT = load("script.json")
 
 class Peer(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # one packet an answer; head and body apart would wait 40 ms for each other
 
     def log_message(self, format: str, *args: object) -> None:
         """Quiet."""

@@ -1,0 +1,113 @@
+"""One rank of a small job that uses the probe's transport as a scope does; run by test_ranks.py.
+
+`job` (a dict, put there by runpy) says what happens; the rank writes what it saw to job["out"] as JSON.
+"""
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fp8scope.ranks import join_ranks
+from fp8scope.settings import ProbeSettings
+from fp8scope.sums import (
+    COUNT_COLUMNS,
+    MAX_COLUMNS,
+    SENTINEL_SUM_COLUMNS,
+    SentinelSums,
+    StepRecord,
+    SumTables,
+)
+from fp8scope.worker import Worker
+from fp8scope_protocol.commands import CommandReport
+from fp8scope_protocol.series import Layout, Series
+from fp8scope_protocol.wire import Hello
+
+ELEMENTS = 1000
+
+
+def layout_of(names: list[str]) -> Layout:
+    return Layout(series=tuple(
+        Series(name=name, role="activation", format="e4m3", scaling="tile 1x128", module=name, depth=i)
+        for i, name in enumerate(names)
+    ))
+
+
+def record_of(step: int, rank: int, job: dict[str, Any], layout: Layout) -> StepRecord:
+    """All fine, but from step 5 on in job["bad_rank"]: amax 1e4 and 30 % underflow in the last series."""
+    tables = SumTables.zeros(len(layout.series))
+    tables.counts[:, COUNT_COLUMNS.index("elements")] = ELEMENTS
+    tables.counts[:, COUNT_COLUMNS.index("coded")] = ELEMENTS
+    tables.counts[:, COUNT_COLUMNS.index("nonzero")] = ELEMENTS
+    tables.maxes[:, MAX_COLUMNS.index("amax")] = 1.0
+    if rank == job.get("bad_rank") and step >= 5:
+        tables.maxes[-1, MAX_COLUMNS.index("amax")] = 1e4
+        tables.counts[-1, COUNT_COLUMNS.index("underflow")] = 300
+    sentinels = SentinelSums.zeros()
+    sentinels.sums[SENTINEL_SUM_COLUMNS.index("loss_sum")] = float(rank)
+    sentinels.sums[SENTINEL_SUM_COLUMNS.index("loss_count")] = 1.0
+    sentinels.maxes[0] = float(rank)
+    return StepRecord(step=step, sentinels=sentinels, tables=tables, layout=layout)
+
+
+def train(worker: Worker | None, rank: int, job: dict[str, Any]) -> dict[int, int]:
+    """Steps until every rank has applied a command, or job["steps"]; returns {command id: step}."""
+    layout = layout_of(job.get("names", {}).get(rank, ["layers.0", "layers.3"]))
+    applied: dict[int, int] = {}
+    reports: tuple[CommandReport, ...] = ()
+    tail = None
+    for step in range(job["steps"]):
+        if step == job.get("stall", {}).get(rank):
+            time.sleep(2.0)
+        if step == job.get("close", {}).get(rank) and worker is not None:
+            worker.close()
+        if step == job.get("die", {}).get(rank):
+            os._exit(9)
+        if worker is not None:
+            for command in worker.result(step - 2).commands:
+                applied[command.id] = step
+                reports += (CommandReport(id=command.id, state="applied", step=step),)
+            worker.submit(replace(record_of(step, rank, job, layout), reports=reports))
+            reports = ()
+        if job.get("until_switched"):  # the job's own collective: all ranks stop at the same step
+            done = torch.tensor([len(applied)])
+            dist.all_reduce(done)
+            if tail is None and int(done) == job["world"]:
+                tail = step + 3
+            if tail == step:
+                break
+            time.sleep(0.005)
+    return applied
+
+
+def main(rank: int, job: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{job['port']}", rank=rank,
+                            world_size=job["world"])
+    settings = ProbeSettings(**{**job["settings"], "spool": Path(job["settings"]["spool"])})
+    worker = ranks = None
+    if rank not in job.get("without_probe", []):
+        configuration = "every=1" if rank not in job.get("unlike", []) else "every=2"
+        ranks = join_ranks(configuration, handshake_seconds=settings.handshake_seconds,
+                           reduce_seconds=settings.reduce_seconds)
+        worker = Worker(Hello(run="run", attempt="", producer="", remote_control=True), ranks=ranks,
+                        settings=settings, token=None)
+    applied = train(worker, rank, job)
+    ours = torch.ones(1)
+    if not job.get("die"):
+        dist.all_reduce(ours)  # the job's own group still works
+    seen: dict[str, Any] = {"applied": applied, "sum": float(ours)}
+    if worker is not None and ranks is not None:
+        seen |= {"world": worker.world, "apart": ranks.apart, "attempt": ranks.attempt}
+        worker.close()
+        seen |= {"waits": worker.waits, "lost": dict(worker.lost)}
+    Path(f"{job['out']}.{rank}").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(globals()["rank"], globals()["job"])

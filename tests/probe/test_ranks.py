@@ -1,0 +1,171 @@
+"""Ranks as real processes over gloo: the handshake, the merge, and the switch at the same step."""
+
+import json
+import multiprocessing
+import runpy
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8scope.segment import segment_paths
+from fp8scope.spool import adopt
+from fp8scope_protocol.wire import Batch, decode_batch
+
+JOB = str(Path(__file__).parent / "rank_job.py")
+NOWHERE = "http://127.0.0.1:9"
+PATIENCE = 60.0
+
+Launch = Callable[..., list[dict[str, Any] | None]]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    """Runs rank_job.py once per rank; returns what each rank saw, None for a rank that died."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "fp8scope.worker"])
+
+    def run(collector: str = NOWHERE, *, settings: dict[str, Any] | None = None,
+            **facts: Any) -> list[dict[str, Any] | None]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        given = {"collector": collector, "spool": str(tmp_path / "spool"), "poll_seconds": 0.2,
+                 "retry_seconds": 0.1, "exit_seconds": 1.0 if collector == NOWHERE else 20.0,
+                 **(settings or {})}
+        job = {"world": 2, "port": port, "out": str(tmp_path / "seen"), "settings": given, **facts}
+        processes = []
+        for rank in range(2):
+            names = {"init_globals": {"rank": rank, "job": job}, "run_name": "__main__"}
+            processes.append(context.Process(target=runpy.run_path, args=(JOB,), kwargs=names))
+            processes[-1].start()
+        for process in processes:
+            process.join(PATIENCE)
+            assert process.exitcode in (0, 9), "a rank hangs, or crashed"
+        found = [tmp_path / f"seen.{rank}" for rank in range(2)]
+        return [json.loads(path.read_text()) if path.exists() else None for path in found]
+
+    return run
+
+
+def spooled(folder: Path) -> dict[str, list[Batch]]:
+    """Batches that are left in the spool, by producer."""
+    found = {}
+    for spool in adopt(folder, "run", limit=2**30):
+        batches = []
+        while (record := spool.peek()) is not None:
+            batches.append(decode_batch(record.payload))
+            spool.ack(record)
+        found[spool.folder.name] = batches
+        spool.close()
+    return found
+
+
+def test_f3_z3_one_bad_rank_switches_all_ranks_at_one_step(launch: Launch, peer: Any) -> None:
+    """Only rank 1's data are bad. The merged batch shows it: amax is the maximum, counts are summed, the
+    ratio is sum / sum. The command that follows is applied once, at the same step on both ranks, and
+    reported once with both steps."""
+    peer.write("rule.json", [{"switch_over": 1000.0, "module": "layers.3"}])
+    peer.start()
+    first, second = launch(peer.url, steps=5000, until_switched=True, bad_rank=1)
+    assert first is not None
+    assert second is not None
+    assert first["applied"] == second["applied"]
+    step = first["applied"]["1"]
+    assert step > 5
+    bad = next(batch for batch in peer.batches() if batch.header.step == 5)
+    assert bad.arrays["elements"].tolist() == [[2000, 2000]]
+    assert bad.arrays["amax"].tolist() == [[1.0, 1e4]]
+    assert bad.arrays["underflow_ratio"][0, 1] == pytest.approx(0.15)
+    assert bad.header.sentinels["loss"] == 0.5
+    assert bad.header.sentinels["update_max"] == 1.0
+    reports = [report for batch in peer.batches() for report in batch.header.reports]
+    assert [(one.id, one.state, one.steps_by_rank) for one in reports] == [(1, "applied", (step, step))]
+
+
+def test_a_stalled_rank_switches_at_the_same_step(launch: Launch, peer: Any) -> None:
+    """Rank 1 sleeps for seconds while a command waits; rank 0 runs ahead no further than its own result,
+    and both apply the command at the same step."""
+    action = {"kind": "set_precision", "modules": ["layers.3"], "precision": "bf16"}
+    peer.write("commands.json", [{"id": 4, "action": action, "issued_by": "user"}])
+    peer.start()
+    first, second = launch(peer.url, steps=5000, until_switched=True, stall={1: 1})
+    assert first is not None
+    assert second is not None
+    assert list(first["applied"]) == ["4"]
+    assert first["applied"] == second["applied"]
+
+
+def test_a_rank_that_runs_ahead_waits_for_its_result(launch: Launch, tmp_path: Path) -> None:
+    """Without any collective of the job itself, the wait in `result` keeps a fast rank within two steps of
+    a stalled one; the wait is counted and no step is lost."""
+    first, second = launch(steps=8, stall={1: 3})
+    assert first is not None
+    assert second is not None
+    assert first["waits"] >= 1
+    assert first["world"] == second["world"] == 2
+    assert [batch.header.step for batch in spooled(tmp_path / "spool")["all"]] == list(range(8))
+
+
+def test_z6_a_rank_without_a_probe_hangs_nobody(launch: Launch, tmp_path: Path) -> None:
+    """Rank 1 has no probe: rank 0 says so after the handshake's time, measures alone, makes no group, and
+    the job's own collectives work."""
+    first, second = launch(steps=3, without_probe=[1], settings={"handshake_seconds": 1.0})
+    assert first is not None
+    assert second is not None
+    assert first["world"] == 1
+    assert "no probe within 1 s on rank 1" in first["apart"]
+    assert first["sum"] == second["sum"] == 2.0
+    (batch, *_) = spooled(tmp_path / "spool")["rank0"]
+    assert "remote control is off" in batch.header.events[0].text
+    assert batch.arrays["elements"].tolist() == [[1000, 1000]]
+
+
+def test_z6_ranks_with_other_settings_measure_alone(launch: Launch, tmp_path: Path) -> None:
+    """Another cadence on rank 1 would pair wrong steps: both work alone, in one attempt, as two producers."""
+    first, second = launch(steps=2, unlike=[1])
+    assert first is not None
+    assert second is not None
+    assert first["apart"] == second["apart"] == "attached with other settings than rank 0: rank 1"
+    assert first["attempt"] == second["attempt"]
+    assert {name: len(batches) for name, batches in spooled(tmp_path / "spool").items()} == {
+        "rank0": 2, "rank1": 2,
+    }
+
+
+def test_z6_an_unreachable_collector_costs_no_step(launch: Launch, tmp_path: Path) -> None:
+    """Nobody listens: training completes, and every step waits in the spool of one producer."""
+    first, _ = launch(steps=20, settings={"exit_seconds": 0.5})
+    assert first is not None
+    assert first["lost"] == {}
+    (folder,) = {path.parent for path in (tmp_path / "spool").rglob("*.f8ss")}
+    assert len(segment_paths(folder)) == 1
+    batches = spooled(tmp_path / "spool")["all"]
+    assert [batch.header.seq for batch in batches] == list(range(20))
+
+
+def test_ranks_with_different_series_are_united(launch: Launch, tmp_path: Path) -> None:
+    """An expert that only rank 1 reached: the layout holds the series of both, each with its own sums."""
+    names = {0: ["layers.0", "layers.3"], 1: ["layers.0", "layers.2.expert"]}
+    launch(steps=2, names=names)
+    batches = spooled(tmp_path / "spool")["all"]
+    assert [batch.arrays["elements"].tolist() for batch in batches] == [[[2000, 1000, 1000]]] * 2
+    assert len({batch.header.layout for batch in batches}) == 1
+
+
+@pytest.mark.parametrize("how", ["close", "die"])
+def test_a_rank_that_goes_early_leaves_the_other_one_running(
+    launch: Launch, tmp_path: Path, how: str
+) -> None:
+    """Rank 1 closes its probe, or is killed, after 4 steps: rank 0 goes on alone, says so, loses no step."""
+    first, _ = launch(steps=10, **{how: {1: 4}})
+    assert first is not None
+    assert first["world"] == 1
+    batches = spooled(tmp_path / "spool")["all"]
+    assert [batch.header.step for batch in batches] == list(range(10))
+    told = [event.text for batch in batches for event in batch.header.events if event.kind == "ranks"]
+    assert len(told) == 1
+    assert "only rank 0 is measured" in told[0]
+    assert batches[-1].arrays["elements"].tolist() == [[1000, 1000]]
