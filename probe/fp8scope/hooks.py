@@ -107,6 +107,13 @@ def nothing(*args: Any, **kwargs: Any) -> None:
     """What a copied hook does."""
 
 
+class InertObserver(Inert):
+    """Base of observers: the copy of an observed module has none."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return type(None), ()
+
+
 class ForwardPreHook(Inert):
     """Measures what goes into a layer, before the layer can change it in place."""
 
@@ -158,7 +165,7 @@ class GradientHook(Inert):
                 self.probe.add_both("gradient", matrix(gradient))
 
 
-class InSituObserver(Inert):
+class InSituObserver(InertObserver):
     """What a self-quantizing layer reports to: an `observer.LinearObserver`."""
 
     def __init__(self, probe: LayerProbe) -> None:

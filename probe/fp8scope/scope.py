@@ -297,7 +297,7 @@ def _facts(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, str
         "model": type(model).__name__,
         "parameters": str(sum(p.numel() for p in model.parameters())),
         "optimizer": ", ".join(type(one).__name__ for one in optimizers),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
         "fp8scope": version("fp8scope"),
         "device": str(next((p.device for p in model.parameters()), "cpu")),

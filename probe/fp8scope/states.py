@@ -11,7 +11,7 @@ all ranks hold alike is measured by one of them. Rows of a [R, C] state are rows
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8scope.hooks import Inert
+from fp8scope.hooks import InertObserver
 from fp8scope.layers import ParameterPlace
 from fp8scope.quantize import DTYPES
 from fp8scope.sharding import is_measured_here, local
@@ -39,7 +39,7 @@ def measure_states(optimizer: Optimizer, places: Places, watch: Watch) -> None:
                         _measure(watch, place, role, parameter, x)
 
 
-class StateRecorder(Inert):
+class StateRecorder(InertObserver):
     """What an optimizer with quantized states reports to: an `observer.StateObserver`."""
 
     def __init__(self, watch: Watch, places: Places) -> None:

@@ -1,0 +1,385 @@
+"""What hooks see and what they leave alone: nested inputs, copies, recomputation, NaNs, empty batches."""
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8scope.scope import Scope
+from fp8scope.testing import MemoryWorker
+from fp8scope_protocol.errors import Invalid
+
+
+def watched(model: nn.Module, *optimizers: torch.optim.Optimizer) -> tuple[Scope, MemoryWorker]:
+    worker = MemoryWorker()
+    return Scope(model, optimizers, worker=worker, every=1), worker
+
+
+def roles(worker: MemoryWorker, name: str, step: int = 0) -> set[tuple[str, str]]:
+    return {key[1:] for key in worker.metrics(step) if key[0] == name}
+
+
+BOTH = {("activation", "rowwise"), ("activation", "columnwise"),
+        ("gradient", "rowwise"), ("gradient", "columnwise")}
+
+
+def test_a_plain_linear_is_measured_as_a_what_if() -> None:
+    """Activation and gradient in both orientations, the weight in blocks, and the error of the product."""
+    model = nn.Sequential(nn.Linear(130, 67))
+    scope, worker = watched(model)
+    x = torch.randn(3, 5, 130)
+    model(x).square().sum().backward()
+    scope.step(0)
+    metrics = worker.metrics(0)
+    assert roles(worker, "0") == BOTH
+    assert metrics["0", "activation", "rowwise"]["elements"] == 15 * 130
+    assert metrics["0", "gradient", "columnwise"]["elements"] == 15 * 67
+    assert metrics["0", "activation", "rowwise"]["amax"] == x.abs().max().item()
+    assert metrics["0.weight", "weight", "rowwise"]["elements"] == 130 * 67
+    assert 0.02 < metrics["0", "activation", "rowwise"]["gemm_error"] < 0.06
+    layout = worker.record(0).layout
+    assert layout is not None
+    assert {s.live for s in layout.series} == {False}
+    assert {s.scaling for s in layout.series if s.role == "weight"} == {"block 128x128"}
+
+
+def test_training_is_not_changed_by_the_probe() -> None:
+    """Loss, gradients and updated weights are the same to the bit with and without a probe."""
+    def train(probe: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 4))
+        optimizer = torch.optim.AdamW(model.parameters())
+        scope = watched(model, optimizer)[0] if probe else None
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(6, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if scope is not None:
+            scope.close()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(False), train(True), strict=True))
+
+
+def test_p2_shared_module_has_one_row_with_all_its_calls() -> None:
+    """P2: one module used twice is one series with calls=2; the tiny first call's underflow is not lost."""
+    shared = nn.Linear(128, 128, bias=False)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    with torch.no_grad():
+        shared.weight.copy_(torch.eye(128))
+    scope, worker = watched(model)
+    x = torch.full((2, 128), 1e-6)
+    x[:, 0] = 1.0
+    (model(x) + 0).sum().backward()
+    scope.step(0)
+    metrics = worker.metrics(0)
+    row = metrics["0", "activation", "rowwise"]
+    assert (row["calls"], row["elements"], row["amax"]) == (2, 2 * 2 * 128, 1.0)
+    assert row["underflow_ratio"] == pytest.approx(127 / 128)
+    assert not [key for key in metrics if key[0].startswith("2")]
+    assert metrics["0.weight", "weight", "rowwise"]["calls"] == 1
+    layout = worker.record(0).layout
+    assert layout is not None
+    assert next(s for s in layout.series if s.role == "activation").aliases == ("2",)
+
+
+def test_p2_tied_parameters_have_one_name() -> None:
+    """P2: a weight that two modules share is measured once and lists its other name."""
+    model = nn.ModuleDict({"embed": nn.Embedding(10, 8), "head": nn.Linear(8, 10, bias=False)})
+    model["head"].weight = model["embed"].weight
+    scope, worker = watched(model)
+    model["head"](model["embed"](torch.arange(5))).sum().backward()
+    scope.step(0)
+    layout = worker.record(0).layout
+    assert layout is not None
+    (weight,) = [s for s in layout.series if s.role == "weight"]
+    assert (weight.name, weight.aliases, weight.module) == ("embed.weight", ("head.weight",), "head")
+
+
+@dataclass
+class Output:
+    """What a model may return."""
+
+    y: Tensor | None
+    rest: tuple[Any, ...] = ()
+
+
+class Nested(nn.Linear):
+    """A linear that returns its output inside `wrap`."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__(8, 8)
+        self.wrap = wrap
+
+    def forward(self, input: Tensor) -> Any:
+        return self.wrap(super().forward(input))
+
+
+WRAPS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dict": (lambda y: {"x": y}, lambda out: out["x"]),
+    "list": (lambda y: [None, [y]], lambda out: out[1][0]),
+    "tuple with None": (lambda y: (y, None), lambda out: out[0]),
+    "dataclass": (lambda y: Output(y=y, rest=(y,)), lambda out: out.y),
+}
+
+
+@pytest.mark.parametrize("name", list(WRAPS))
+def test_p4_nested_outputs_have_their_gradient_measured_once(name: str) -> None:
+    """P4: the gradient of an output inside a dict, list, tuple or dataclass is recorded, and once."""
+    wrap, unwrap = WRAPS[name]
+    model = nn.Sequential(Nested(wrap))
+    scope, worker = watched(model)
+    torch.autograd.backward(unwrap(model(torch.randn(3, 8))).sum())
+    scope.step(0)
+    assert roles(worker, "0") == BOTH
+    assert worker.metrics(0)["0", "gradient", "rowwise"]["elements"] == 24
+
+
+def test_p4_inputs_by_keyword_are_seen() -> None:
+    """P4: `layer(input=x)` has no positional input and is measured all the same."""
+    model = nn.ModuleList([nn.Linear(8, 8)])
+    scope, worker = watched(model)
+    model[0](input=torch.randn(3, 8)).sum().backward()
+    scope.step(0)
+    assert roles(worker, "0") == BOTH
+
+
+def test_p4_what_has_no_gradient_is_listed() -> None:
+    """P4: a layer without an observable gradient, and one that never ran, are named; neither reads 0."""
+    model = nn.ModuleDict({"blind": Nested(lambda y: None), "idle": nn.Linear(8, 8), "seen": nn.Linear(8, 8)})
+    scope, worker = watched(model)
+    model["blind"](torch.randn(3, 8))
+    model["seen"](torch.randn(3, 8)).sum().backward()
+    scope.step(0)
+    told = {event.name: event.text for event in worker.record(0).events if event.kind == "unobserved"}
+    assert set(told) == {"blind", "idle"}
+    assert "gradient not observed" in told["blind"]
+    assert "did not run" in told["idle"]
+    assert ("gradient", "rowwise") not in roles(worker, "blind")
+    assert roles(worker, "idle") == set()
+
+
+def test_p8_evaluation_and_no_grad_leave_nothing() -> None:
+    """P8: neither `no_grad` in training mode nor `eval` counts; the step counter does not move."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope, worker = watched(model, optimizer)
+    for _ in range(2):
+        model(torch.randn(3, 8)).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model(torch.randn(50, 8))
+        model.eval()
+        model(torch.randn(50, 8))
+        model.train()
+    assert scope.current == 1
+    scope.close()
+    assert [record.step for record in worker.records] == [0, 1]
+    for step in (0, 1):
+        row = worker.metrics(step)["0", "activation", "rowwise"]
+        assert (row["calls"], row["elements"]) == (1, 24)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("in_situ", [True, False])
+def test_recomputation_is_not_counted(reentrant: bool, in_situ: bool) -> None:
+    """Under both kinds of activation checkpointing each tensor is seen once, with its gradient."""
+    layer: nn.Module = Reporting(128, 128) if in_situ else nn.Linear(128, 128)
+    model = nn.Sequential(layer, nn.ReLU())
+    scope, worker = watched(model)
+    for _ in range(2):
+        x = torch.randn(3, 128, requires_grad=True)
+        y: Tensor = checkpoint(model, x, use_reentrant=reentrant)
+        torch.autograd.backward(y.sum())
+    scope.step(0)
+    metrics = worker.metrics(0)
+    assert metrics["0", "activation", "rowwise"]["calls"] == 2
+    assert metrics["0", "gradient", "rowwise"]["calls"] == 2
+
+
+class Report(torch.autograd.Function):
+    """y = x W^T that tells an observer what went in, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, observer: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.observer = observer
+        if observer is not None and observer.active:
+            scales = torch.full((x.shape[0], 1), 2.0**-6)
+            observer.tensor("activation", "rowwise", x, scales, scaling="tile 1x128", policy="delayed")
+            observer.tensor("weight", "rowwise", weight, torch.ones(1, 1), scaling="block 128x128",
+                            policy="current")
+            observer.gemm(x, weight, scales, torch.ones(1, 1))
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        if ctx.observer is not None and ctx.observer.active:
+            ctx.observer.tensor("gradient", "rowwise", dy, torch.ones(1, 1), scaling="tile 1x128",
+                                policy="current")
+        return dy @ weight, dy.t() @ x, None
+
+
+class Reporting(nn.Linear):
+    """A layer that reports by itself."""
+
+    observer: Any = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        y: Tensor = Report.apply(input, self.weight, self.observer)  # type: ignore[no-untyped-call]
+        return y
+
+
+def test_in_situ_layers_are_measured_with_their_own_scales() -> None:
+    """The scales a layer reports decide saturation and staleness; its series are live, with their policy."""
+    model = nn.Sequential(Reporting(128, 128))
+    scope, worker = watched(model)
+    x = torch.ones(2, 128)
+    x[0, 0] = 28.0  # 448 x 2^-6 = 7: two bits over the largest code
+    for _ in range(2):
+        model(x).sum().backward()
+    scope.step(0)
+    row = worker.metrics(0)["0", "activation", "rowwise"]
+    assert row["scale_staleness_bits"] == 2.0
+    assert row["saturation_ratio"] == 2 / 512
+    assert row["scale_max"] == 2.0**-6
+    assert row["calls"] == 2
+    assert worker.metrics(0)["0.weight", "weight", "rowwise"]["calls"] == 1
+    assert row["gemm_error"] > 0
+    assert worker.sentinels(0)["scale_staleness_bits"] == 2.0
+    layout = worker.record(0).layout
+    assert layout is not None
+    assert {(s.role, s.policy, s.live) for s in layout.series} == {
+        ("activation", "delayed", True), ("gradient", "current", True), ("weight", "current", True)}
+    assert model[0].observer is not None
+    scope.detach()
+    assert model[0].observer is None
+
+
+def test_p9_copies_are_inert() -> None:
+    """P9: a hooked model can be copied, saved and pickled; the copy's forwards are not recorded."""
+    model = nn.Sequential(nn.Linear(8, 8), Reporting(8, 8))
+    keys = list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope, worker = watched(model, optimizer)
+    assert list(model.state_dict()) == keys
+    ema = copy.deepcopy(model)
+    torch.save(model, io.BytesIO())
+    loaded = pickle.loads(pickle.dumps(model))
+    copy.deepcopy(optimizer)
+    for copied in (ema, loaded):
+        assert copied[1].observer is None
+        copied(torch.randn(3, 8)).sum().backward()
+        assert list(copied.state_dict()) == keys
+    model(torch.randn(5, 8)).sum().backward()
+    scope.step(0)
+    assert worker.metrics(0)["0", "activation", "rowwise"]["elements"] == 40
+
+
+POISON = {"one NaN": (math.nan, 1, 1), "one Inf": (math.inf, 1, 1), "all NaN": (math.nan, 24, 24),
+          "huge": (1e16, 24, 0)}
+
+
+@pytest.mark.parametrize("name", list(POISON))
+def test_p12_bad_gradients_are_recorded_not_raised(name: str) -> None:
+    """P12: NaN, Inf and huge gradients are counted in their row and in the sentinel; training goes on."""
+    value, elements, bad = POISON[name]
+    model = nn.Sequential(nn.Linear(4, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scope, worker = watched(model, optimizer)
+    gradient = torch.ones(3, 8)
+    gradient.view(-1)[:elements] = value
+    model(torch.randn(3, 4)).backward(gradient)
+    optimizer.step()
+    scope.step(0)
+    row = worker.metrics(0)["0", "gradient", "rowwise"]
+    assert row["nan_count"] + row["inf_count"] == bad
+    assert ("rms" in row) == (bad < 24)
+    assert (worker.sentinels(0)["nonfinite_count"] > 0) == (bad > 0)
+    assert [event for event in worker.record(0).events if event.kind == "probe_error"] == []
+
+
+def test_q9_empty_batches_have_a_count_and_no_ratio() -> None:
+    """Q9: a batch without rows is one call with 0 elements; no ratio is made of it."""
+    model = nn.Sequential(nn.Linear(128, 8))
+    scope, worker = watched(model)
+    model(torch.zeros(0, 128, requires_grad=True)).sum().backward()
+    scope.step(0)
+    row = worker.metrics(0)["0", "activation", "rowwise"]
+    assert (row["elements"], row["calls"]) == (0, 1)
+    assert "underflow_ratio" not in row
+    assert "distortion" not in row
+
+
+def test_q9_an_expert_without_tokens_is_missing_for_that_step() -> None:
+    """Q9: a layer that ran before and not in this step keeps its row, without values."""
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    scope, worker = watched(model)
+    for step, experts in enumerate([(0, 1), (0,)]):
+        sum(model[i](torch.randn(3, 8)).sum() for i in experts).backward()
+        scope.step(step)
+    row = worker.metrics(1)["1", "activation", "rowwise"]
+    assert (row["calls"], row["elements"]) == (0, 0)
+    assert "underflow_ratio" not in row
+    assert "amax" not in row
+
+
+def test_a_fault_in_the_probe_is_counted_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception inside a hook reaches no training code; it becomes an event with its count."""
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr("fp8scope.watch.round_trip", broken)
+    model = nn.Sequential(nn.Linear(8, 8))
+    scope, worker = watched(model)
+    for _ in range(2):
+        model(torch.randn(3, 8)).sum().backward()
+    scope.step(0)
+    (event,) = [event for event in worker.record(0).events if event.kind == "probe_error"]
+    assert (event.name, event.text) == ("0", "RuntimeError: out of luck (4 times)")
+
+
+def test_two_attaches_are_refused_until_detached() -> None:
+    """A model has one probe; after `detach` nothing of it is left and another may come."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    scope, worker = watched(model)
+    with pytest.raises(Invalid, match="has a probe already"):
+        watched(model)
+    scope.detach()
+    model(torch.randn(3, 8)).sum().backward()
+    scope.step(0)
+    assert worker.metrics(0) == {}
+    assert not model[0]._forward_pre_hooks
+    assert not model[0]._forward_hooks
+    watched(model)
+
+
+def test_wrapped_layers_keep_their_names() -> None:
+    """P6: the same layer has one name, bare or in wrappers that add `module.`."""
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: Tensor) -> Any:
+            return self.module(x)
+
+    names = set()
+    bare = nn.Sequential(nn.Linear(8, 8))
+    for model in (bare, Wrapper(copy.deepcopy(bare)), Wrapper(Wrapper(copy.deepcopy(bare)))):
+        scope, worker = watched(model)
+        model(torch.randn(3, 8)).sum().backward()
+        scope.step(0)
+        names |= {key[0] for key in worker.metrics(0)}
+    assert names == {"0", "0.weight"}
