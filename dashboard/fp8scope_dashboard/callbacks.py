@@ -11,9 +11,9 @@ from dash import ClientsideFunction, Dash, Input, Output, State, no_update
 
 from fp8scope_dashboard import panels, runs_page
 from fp8scope_dashboard.client import Collector, CollectorError, Refused
-from fp8scope_dashboard.scene import picture_query, scene_of
+from fp8scope_dashboard.scene import CURVE_POINTS, picture_query, scene_of
 from fp8scope_dashboard.view import Choices, View, fit, parse_view
-from fp8scope_protocol.commands import SetPrecision
+from fp8scope_protocol.commands import FINAL_STATES, Command, SetPrecision
 from fp8scope_protocol.documents import LayerDocument, RunDocument, SeriesDocument
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.metrics import METRICS
@@ -26,16 +26,9 @@ Answer = dict[str, Any]
 RUN_OUTPUTS = {
     "crumb": Output("crumb", "children"), "empty": Output("run-empty", "children"),
     "body_hidden": Output("run-body", "hidden"), "strip": Output("strip", "children"),
-    "metric": Output("metric", "value"), "definition": Output("definition", "children"),
-    "role": Output("role", "value"), "roles": Output("role", "options"),
-    "orientation": Output("orientation", "value"), "orientations": Output("orientation", "options"),
-    "orientation_hidden": Output("orientation-field", "hidden"),
-    "format": Output("format", "value"), "formats": Output("format", "options"),
-    "format_hidden": Output("format-field", "hidden"),
-    "window": Output("window", "value"), "unzoom_hidden": Output("unzoom", "hidden"),
+    "definition": Output("definition", "children"),
     "scene": Output("scene", "data"), "shown": Output("shown", "data"),
     "summary": Output("summary", "children"),
-    "layer": Output("layer", "value"), "layer_options": Output("layer", "options"),
     "layer_info": Output("layer-info", "children"), "layer_note": Output("layer-note", "children"),
     "to_bf16_off": Output("to-bf16", "disabled"), "to_fp8_off": Output("to-fp8", "disabled"),
     "commands": Output("commands", "children"), "layers": Output("layers", "children"),
@@ -99,9 +92,10 @@ def _add_clientside(app: Dash) -> None:
 
     run("route", Output("place", "data"), Output("runs-page", "hidden"), Output("run-page", "hidden"),
         Output("lost-page", "hidden"), Input("url", "pathname"), Input("url", "search"))
-    run("ask", Input("place", "data"), Input("live", "data"), Input("done-runs", "data"),
-        Input("done-run", "data"), Input("nudge", "data"), Input("theme", "data"),
+    run("askNow", Input("place", "data"), Input("nudge", "data"), Input("theme", "data"))
+    run("askNext", Input("live", "data"), Input("done-runs", "data"), Input("done-run", "data"),
         Input("pulse", "n_intervals"))
+    run("controls", Input("shown", "data"))
     run("badge", Output("live-badge", "children"), Output("live-badge", "className"),
         Output("banner", "children"), Output("banner", "hidden"), Input("live", "data"),
         Input("done-runs", "data"), Input("done-run", "data"), Input("place", "data"),
@@ -126,7 +120,7 @@ async def answer_run(collector: Collector, run: str, view: View, theme: str) -> 
     always = {
         "crumb": document.name, "strip": panels.strip(document),
         "commands": panels.commands(commands), "events": panels.events(events),
-        **_layer_part(document, layers, view), "shown": _shown(view),
+        **_layer_part(document, layers, commands, view), "shown": _shown(view, choices, layers),
     }
     if not series:
         return UNCHANGED | _nothing(
@@ -135,13 +129,14 @@ async def answer_run(collector: Collector, run: str, view: View, theme: str) -> 
     steps = view.steps(document.last_step)
     query = picture_query(view, steps, theme, _rows(view, series))
     picture, curve, worst = await asyncio.gather(
-        collector.heatmap(run, query), collector.steps(run, steps),
+        collector.heatmap(run, query), collector.steps(run, {**steps, "points": CURVE_POINTS}),
         collector.worst(run, {"metric": view.metric, "role": view.role, "n": WORST_SHOWN}))
-    return always | _control_part(view, choices) | {
-        "empty": [], "body_hidden": False,
+    metric = METRICS[view.metric]
+    return always | {
+        "empty": [], "body_hidden": False, "definition": f"{metric.definition} [{metric.unit}]",
         "scene": scene_of(run, view, query, picture, curve, events, layers),
         "summary": picture.summary, "worst": panels.worst(worst),
-        "worst_note": f"{view.metric} of {view.role}s, newest samples",
+        "worst_note": f"{view.metric} of {view.role}s, newest samples".replace("_", " "),
     }
 
 
@@ -155,32 +150,37 @@ def _nothing(title: str, text: str) -> Answer:
     return UNCHANGED | {"empty": panels.nothing(title, text), "body_hidden": True, "strip": [], "scene": None}
 
 
-def _layer_part(run: RunDocument, layers: list[LayerDocument], view: View) -> Answer:
+def _layer_part(
+    run: RunDocument, layers: list[LayerDocument], commands: list[Command], view: View
+) -> Answer:
     chosen = next((layer for layer in layers if layer.name == view.layer), None)
     note = panels.switch_note(run, chosen)
+    # While a command is under way either may be wanted next.
+    pending = any(view.layer in one.action.modules and one.state not in FINAL_STATES for one in commands)
+    running = None if chosen is None or pending else chosen.running
     return {
-        "layer": view.layer or None,
-        "layer_options": [{"label": one.name, "value": one.name} for one in layers],
         "layer_info": panels.layer_info(chosen, view), "layer_note": note,
-        "to_bf16_off": bool(note), "to_fp8_off": bool(note), "layers": panels.layers(layers, view),
+        "to_bf16_off": bool(note) or running in ("bf16", "shadow"),
+        "to_fp8_off": bool(note) or running == "fp8", "layers": panels.layers(layers, view),
     }
 
 
-def _control_part(view: View, choices: Choices) -> Answer:
-    def options(names: tuple[str, ...]) -> list[dict[str, str]]:
-        return [{"label": name.replace("_", " "), "value": name} for name in names]
+def _shown(view: View, choices: Choices, layers: list[LayerDocument]) -> dict[str, Any]:
+    """The view as it is shown, and what the controls offer. The page sets its controls by it.
 
-    metric = METRICS[view.metric]
+    They are no outputs of the callback: Dash would hold a person's change back until a running answer is
+    there, and then overwrite it.
+    """
     return {
-        "metric": view.metric, "definition": f"{metric.definition} [{metric.unit}]",
-        "role": view.role, "roles": options(choices.roles),
-        "orientation": view.orientation, "orientations": options(choices.orientations),
-        "orientation_hidden": len(choices.orientations) < 2,
-        "format": view.format, "formats": options(choices.formats), "format_hidden": len(choices.formats) < 2,
-        "window": None if view.zoomed else view.window, "unzoom_hidden": not view.zoomed,
+        "metric": view.metric, "role": view.role, "orientation": view.orientation, "format": view.format,
+        "window": "" if view.zoomed else view.window, "layer": view.layer,
+        "options": {
+            "role": _options(choices.roles), "orientation": _options(choices.orientations),
+            "format": _options(choices.formats),
+            "layer": [{"label": layer.name, "value": layer.name} for layer in layers],
+        },
     }
 
 
-def _shown(view: View) -> dict[str, str]:
-    return {"metric": view.metric, "role": view.role, "orientation": view.orientation, "format": view.format,
-            "window": "" if view.zoomed else view.window, "layer": view.layer}
+def _options(names: tuple[str, ...]) -> list[dict[str, str]]:
+    return [{"label": name.replace("_", " "), "value": name} for name in names]

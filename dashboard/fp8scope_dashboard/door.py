@@ -25,7 +25,7 @@ class Door:
     """
 
     def __init__(self, guard: Guard, *, policy: str) -> None:
-        self._guard = guard
+        self.guard = guard
         self._headers = [
             (b"content-security-policy", policy.encode()),
             (b"x-content-type-options", b"nosniff"),
@@ -35,7 +35,7 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._guard(scope, receive, send)
+            await self.guard(scope, receive, send)
             return
 
         async def send_hardened(message: Message) -> None:
@@ -43,8 +43,8 @@ class Door:
                 message["headers"] = [*message.get("headers", ()), *self._headers]
             await send(message)
 
-        answer: App = self._guard
-        if _wants_page(scope) and (self._guard.refusal(scope) or (0, ""))[0] == 401:
+        answer: App = self.guard
+        if _wants_page(scope) and (self.guard.refusal(scope) or (0, ""))[0] == 401:
             answer = RedirectResponse("/login?next=" + quote(_address(scope), safe="/"), status_code=303)
         await answer(scope, receive, send_hardened)
 

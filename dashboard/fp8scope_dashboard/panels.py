@@ -88,11 +88,13 @@ def _layer_row(layer: LayerDocument, view: View) -> Any:
     return html.Button(
         type="button", className="layer-row" + (" chosen" if chosen else ""),
         title=layer.reason or layer.name, **data(layer=layer.name), **aria(pressed=str(chosen).lower()),
-        children=[html.Span(layer.name, className="ellipsis"), _precision_chip(layer)])
+        children=[html.Span(layer.name, className="ellipsis"), _precision_chip(layer, short=True)])
 
 
-def _precision_chip(layer: LayerDocument) -> Any:
-    return html.Span(precision(layer.running), className="chip " + ("bf16" if in_bf16(layer) else "fp8"))
+def _precision_chip(layer: LayerDocument, *, short: bool = False) -> Any:
+    words = precision(layer.running)
+    return html.Span(words.partition(",")[0] if short else words, title=words,
+                     className="chip " + ("bf16" if in_bf16(layer) else "fp8"))
 
 
 def worst(documents: Sequence[WorstDocument]) -> Any:
@@ -131,7 +133,7 @@ def events(documents: Sequence[EventDocument]) -> Any:
     if not documents:
         return html.P("Nothing has happened yet: no alert, no switch, no command.", className="muted")
     ordered = sorted(documents, key=lambda one: one.id, reverse=True)
-    return html.Ol(className="events", children=[html.Li(className=f"event {_kind(one.kind)}", children=[
+    return html.Ol(className="events", children=[html.Li(className=f"event kind-{_kind(one.kind)}", children=[
         html.Span(GLYPHS.get(_kind(one.kind), "○"), className="glyph", **aria(hidden="true")),
         html.Span(f"step {count(one.step)}", className="event-step"),
         html.Span(one.kind, className="event-kind"),

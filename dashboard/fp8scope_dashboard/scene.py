@@ -15,15 +15,13 @@ from fp8scope_protocol.documents import (
     EventDocument,
     HeatmapDocument,
     LayerDocument,
-    Number,
     StepsDocument,
-    from_number,
 )
 from fp8scope_protocol.metrics import METRICS, SENTINELS
 
 PICTURE_WIDTH = 1200
-MAX_POINTS = 1200
-"""Most points of the loss curve; beyond it each bucket shows its lowest and highest."""
+CURVE_POINTS = 1200
+"""Most points of the loss curve; with more steps the collector keeps the worst of several."""
 
 Scene = dict[str, Any]
 
@@ -59,7 +57,7 @@ def scene_of(
         "summary": picture.summary,
         "metric": view.metric,
         "layer": view.layer,
-        "loss": _curve(steps, "loss"),
+        "loss": {"steps": steps.steps, "values": steps.columns.get("loss", [])},
         "events": [{"step": one.step, "kind": one.kind, "name": one.name, "text": one.text}
                    for one in events],
     }
@@ -75,26 +73,3 @@ def _range(picture: HeatmapDocument, steps: StepsDocument) -> tuple[int, int]:
     if picture.first is not None and picture.last is not None:
         return picture.first, picture.last
     return (steps.steps[0], steps.steps[-1]) if steps.steps else (0, 0)
-
-
-def _curve(steps: StepsDocument, key: str) -> dict[str, list[Any]]:
-    """{steps, values}, thinned to MAX_POINTS without losing a peak, a dip or a non-finite value."""
-    values: list[Number] = steps.columns.get(key, [])
-    size = -(-len(values) * 2 // MAX_POINTS)
-    if size <= 2:
-        return {"steps": steps.steps[:len(values)], "values": values}
-    kept: list[int] = []
-    for start in range(0, len(values), size):
-        kept.extend(_extremes(values, range(start, min(start + size, len(values)))))
-    return {"steps": [steps.steps[i] for i in kept], "values": [values[i] for i in kept]}
-
-
-def _extremes(values: Sequence[Number], bucket: range) -> list[int]:
-    """Indices of the first non-finite, the lowest and the highest value of a bucket."""
-    numbers = [i for i in bucket if isinstance(values[i], int | float)]
-    kept = {i for i in bucket if isinstance(values[i], str)}
-    kept = {min(kept)} if kept else kept
-    for pick in (min, max):
-        if numbers:
-            kept.add(pick(numbers, key=lambda i: from_number(values[i])))
-    return sorted(kept)

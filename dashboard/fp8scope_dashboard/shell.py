@@ -78,6 +78,6 @@ def _header() -> Any:
             dcc.Link("Runs", href="/"), html.Span(id="crumb", className="crumb"),
         ]),
         html.Span(id="live-badge", className="live", role="status", children="connecting"),
-        html.Button(id="theme-button", className="quiet", type="button", children="Theme",
+        html.Button(id="theme-button", className="quiet", type="button", children="◐ Theme",
                     title="Switch between dark and light"),
     ])

@@ -145,7 +145,7 @@
     function drawEvents(scene) {
         const marks = scene.events.filter((one) => one.step >= scene.first && one.step <= scene.last).map((one) => {
             const kind = one.kind in GLYPHS ? one.kind : "other";
-            const mark = element("span", "event-mark " + kind, GLYPHS[one.kind] || "○");
+            const mark = element("span", "event-mark kind-" + kind, GLYPHS[one.kind] || "○");
             mark.style.left = 100 * across(scene, one.step) + "%";
             mark.title = "step " + one.step + " · " + one.kind + " · " + (one.name ? one.name + ": " : "") + one.text;
             return mark;

@@ -13,6 +13,7 @@
         asked: {n: 0, key: null, at: 0, open: false},
         pushed: 0,   // when the websocket last pushed
         beat: null,
+        shown: null,
     };
 
     function parse(pathname, search) {
@@ -56,13 +57,19 @@
             {data: {n: asked.n, run: state.place.run, query: state.place.query, theme}});
     }
 
-    // One question at a time. A person's own step (another view, a command, a theme) asks at once; a new
-    // version asks when the last answer is there, so that a slow collector never gathers a queue.
-    function ask(place, live, doneRuns, doneRun, nudge, theme, pulse) {
-        if (!place || place.page === "lost" || state.place === null) {
+    // A person's own step (another view, a command, a theme) asks at once.
+    function askNow(place) {
+        if (place && place.page !== "lost") {
+            send(state.asked.key);
+        }
+    }
+
+    // A new version asks when the last answer is there, so that a slow collector never gathers a queue.
+    function askNext(live, doneRuns, doneRun) {
+        const {place, asked} = state;
+        if (!place || place.page === "lost") {
             return;
         }
-        const asked = state.asked;
         const done = place.page === "run" ? doneRun : doneRuns;
         if (done && done.n === asked.n) {
             asked.open = false;
@@ -71,20 +78,40 @@
             state.beat = live.beat;
             state.pushed = Date.now();
         }
-        const cause = triggered();
-        if (/^(place|nudge|theme)\./.test(cause) || asked.n === 0) {
-            send(asked.key);
-            return;
-        }
-        if (asked.open && Date.now() - asked.at < PATIENCE_MS) {
+        if (asked.n === 0 || (asked.open && Date.now() - asked.at < PATIENCE_MS)) {
             return;
         }
         const follows = live && live.run === place.run && live.version !== null;
         const key = follows ? JSON.stringify([live.run, live.version]) : null;
         if (key !== null && key !== asked.key) {
             send(key);
-        } else if (cause === "pulse.n_intervals" && Date.now() - state.pushed > SILENCE_MS && !document.hidden) {
+        } else if (triggered() === "pulse.n_intervals" && Date.now() - state.pushed > SILENCE_MS && !document.hidden) {
             send(asked.key);
+        }
+    }
+
+    // Sets the controls to a new view, and only what is new: a person may just be changing the rest.
+    function controls(shown) {
+        const before = state.shown || {options: {}};
+        state.shown = shown;
+        if (!shown) {
+            return;
+        }
+        for (const key of ["metric", "role", "orientation", "format", "window", "layer"]) {
+            const props = {};
+            if (key in shown.options && JSON.stringify(shown.options[key]) !== JSON.stringify(before.options[key])) {
+                props.options = shown.options[key];
+            }
+            if (shown[key] !== before[key]) {
+                props.value = shown[key] || null;
+            }
+            if (Object.keys(props).length) {
+                set(key, props);
+            }
+        }
+        set("unzoom", {hidden: shown.window !== ""});
+        for (const key of ["orientation", "format"]) {
+            set(key + "-field", {hidden: shown.options[key].length < 2});
         }
     }
 
@@ -130,7 +157,7 @@
         const text = params.toString();
         const search = text ? "?" + text : "";
         if (search !== window.location.search) {
-            set("url", {search});
+            set("url", {href: window.location.pathname + search});
         }
     }
 
@@ -195,6 +222,6 @@
 
     window.dash_clientside = window.dash_clientside || {};
     window.dash_clientside.fp8scope = Object.assign(window.dash_clientside.fp8scope || {}, {
-        route, ask, badge, theme, navigate, wish, close,
+        route, askNow, askNext, controls, badge, theme, navigate, wish, close,
     });
 })();
