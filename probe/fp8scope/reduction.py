@@ -77,7 +77,8 @@ class Reduction:
         layout, tables = None, None
         if record.layout is not None and record.tables is not None and bool(numbers.all()):
             layout = self._unite(record.layout, numbers)
-            tables = self._reduce(record.tables.to_layout(record.layout, layout))
+            same = layout is record.layout
+            tables = self._reduce(record.tables if same else record.tables.to_layout(record.layout, layout))
         split = HEAD + len(SENTINEL_SUM_COLUMNS)
         return MergedStep(
             step=record.step,
@@ -135,13 +136,15 @@ class Reduction:
         return self._united[key]
 
     def _reduce(self, tables: SumTables) -> SumTables:
-        whole = torch.cat([tables.counts.flatten(), tables.histogram.flatten()])
-        self.ranks.sum(whole)
+        """New tables; the given ones stay as they are, for a rank that has to go on alone."""
+        if self.ranks.count == 1:
+            return tables
+        whole = self.ranks.sum(torch.cat([tables.counts.flatten(), tables.histogram.flatten()]))
         cut = tables.counts.numel()
         return SumTables(
             counts=whole[:cut].view_as(tables.counts),
-            sums=self.ranks.sum(tables.sums),
-            maxes=self.ranks.max(tables.maxes),
+            sums=self.ranks.sum(tables.sums.clone()),
+            maxes=self.ranks.max(tables.maxes.clone()),
             histogram=whole[cut:].view_as(tables.histogram),
         )
 

@@ -16,6 +16,7 @@ import random
 import threading
 import time
 from collections import Counter, deque
+from typing import Any
 from urllib.parse import quote
 
 import httpx
@@ -146,6 +147,7 @@ class Sender:
         spool = self._spools[0]
         if not self._greeted:
             self._greeted = self._supply(client, "POST", "attempts", spool.hello)
+            self._next_poll = 0.0  # there may be commands for a run that is resumed
         elif record is not None:
             response = self._request(client, "POST", "batches", record.payload)
             if response is not None:
@@ -169,7 +171,7 @@ class Sender:
         self, client: httpx.Client, spool: Spool, record: Record, response: httpx.Response
     ) -> None:
         layout = _layout_of(record) or ""
-        if b'"layout"' in response.content and layout in spool.layouts:
+        if _missing(response) == "layout" and layout in spool.layouts:
             supplied = self._supply(client, "PUT", f"layouts/{layout}", spool.layouts[layout])
         else:
             supplied = self._supply(client, "POST", "attempts", spool.hello)
@@ -263,6 +265,14 @@ def _reply(response: httpx.Response) -> IngestReply | None:
         return None
     try:
         return msgspec.json.decode(response.content, type=IngestReply)
+    except msgspec.DecodeError:
+        return None
+
+
+def _missing(response: httpx.Response) -> object:
+    """What a 409 says the collector lacks: "attempt" or "layout"."""
+    try:
+        return msgspec.json.decode(response.content, type=dict[str, Any]).get("missing")
     except msgspec.DecodeError:
         return None
 
