@@ -74,7 +74,7 @@ def encode(x: tl.tensor, scale: tl.tensor, amax_bits: tl.tensor,
     return tl.where((amax_bits >= INFINITY) | (y != y), NAN_CODE, code)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_r", "scale_c"])
 def _tiles_kernel(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, R: tl.tensor, C: tl.tensor,
                   stride_r: tl.tensor, stride_c: tl.tensor, scale_r: tl.tensor, scale_c: tl.tensor,
                   LARGEST: tl.constexpr, CODE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
@@ -124,7 +124,7 @@ def _both_kernel(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor,
     tl.store(t_codes_ptr + columns[None, :] * R + rows[:, None], t_codes, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_r", "scale_c"])
 def _blocks_kernel(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, R: tl.tensor, C: tl.tensor,
                    stride_r: tl.tensor, stride_c: tl.tensor, scale_r: tl.tensor, scale_c: tl.tensor,
                    LARGEST: tl.constexpr, CODE: tl.constexpr, POWER_OF_TWO: tl.constexpr,

@@ -179,7 +179,7 @@ def _account(x: tl.tensor, y: tl.tensor, q: tl.tensor, scale: tl.tensor, amax_bi
     tl.store(reals_ptr + slots * 12, stale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_r", "scale_c"])
 def _round_trip_kernel(x_ptr: tl.tensor, scales_ptr: tl.tensor, codes_ptr: tl.tensor,
                        ints_ptr: tl.tensor, reals_ptr: tl.tensor, R: tl.tensor, C: tl.tensor,
                        stride_r: tl.tensor, stride_c: tl.tensor, scale_r: tl.tensor, scale_c: tl.tensor,
@@ -210,7 +210,7 @@ def _round_trip_kernel(x_ptr: tl.tensor, scales_ptr: tl.tensor, codes_ptr: tl.te
              LARGEST, SUBNORMAL, BAD, BLOCK, GIVEN, STOCHASTIC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "elements"])
 def _merge_kernel(ints_ptr: tl.tensor, reals_ptr: tl.tensor, counts_ptr: tl.tensor, sums_ptr: tl.tensor,
                   maxes_ptr: tl.tensor, histogram_ptr: tl.tensor, slots: tl.tensor, elements: tl.tensor,
                   CHUNK: tl.constexpr) -> None:

@@ -31,7 +31,7 @@ SCALINGS = {"tile 1x128": quantize.quantize_tiles, "block 128x128": quantize.qua
 
 SUM_TOLERANCE = 2e-6
 """Relative. Both add fp32 numbers within a tile, in another order: 128 of them are off by about 1e-7. `xe` is
-a sum of mixed signs, so it is measured against sqrt(sum x^2 sum e^2); log2 of scales is fp32 in the kernel."""
+a sum of mixed signs, so it is measured against sqrt(sum x^2 sum e^2). The kernel takes log2 s in fp32."""
 
 CHILD = """
 import sys, torch
