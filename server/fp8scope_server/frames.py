@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Row, select, true
+from sqlalchemy import Row, and_, func, or_, select, true
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from fp8scope_protocol.documents import Number, to_number
@@ -60,19 +60,31 @@ class Window:
             raise Invalid("first, last", (self.first, self.last), "needs first <= last")
 
 
+def as_float64(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """For pictures and rankings; a signalling NaN becomes a quiet one without a warning."""
+    with np.errstate(invalid="ignore"):
+        return values.astype(np.float64)
+
+
 async def read_matrices(
     session: AsyncSession, run: str, metrics: Sequence[str], *, catalogue: Catalogue, view: View,
-    chosen: Sequence[int], window: Window, max_cells: int = MAX_CELLS,
+    chosen: Sequence[int], window: Window, max_cells: int = MAX_CELLS, marks: Sequence[str] = (),
 ) -> dict[str, Matrix]:
-    """Metrics of the series with the `chosen` indices; all matrices have the same steps."""
+    """Metrics of the series with the `chosen` indices; all matrices have the same steps.
+
+    Of the count metrics `marks`, only what is not zero is read: their zeros read as missing.
+    """
     wanted = set(chosen)
     layouts = [key for key, columns in catalogue.columns.items() if not wanted.isdisjoint(columns.tolist())]
-    limit = max(1, max_cells // max([1, *(len(catalogue.columns[key]) for key in layouts)]))
+    widest = max((len(catalogue.columns[key]) for key in layouts), default=1)
+    limit = max(1, min(MAX_CELLS // widest, max_cells // max(1, len(chosen))))
     statement = (
         select(Frame.metric, Frame.step, Frame.attempt_id, Frame.producer, Frame.seq, Frame.layout_id,
                Frame.type, Frame.values)
-        .where(Frame.run_id == run, Frame.metric.in_(metrics), Frame.rows == 1,
-               Frame.layout_id.in_(layouts), view.covers(Frame.attempt_id, Frame.step))
+        .where(Frame.run_id == run, Frame.rows == 1, Frame.layout_id.in_(layouts),
+               view.covers(Frame.attempt_id, Frame.step),
+               or_(Frame.metric.in_(metrics),
+                   and_(Frame.metric.in_(marks), func.btrim(Frame.values, b"\0") != b"")))
         .order_by(Frame.step)
         .limit(limit + 1)
     )
@@ -88,7 +100,7 @@ async def read_matrices(
     return {
         metric: await asyncio.to_thread(
             _stitch, metric, [row for row in rows if row.metric == metric], attempts, catalogue, chosen)
-        for metric in metrics
+        for metric in (*metrics, *marks)
     }
 
 
@@ -182,6 +194,7 @@ async def read_newest(
         if row.number != latest:
             continue
         values = np.frombuffer(row.values, dtype=_DTYPES[row.type])
+        exact = as_float64(values)
         for column in np.flatnonzero(~is_missing(values)):
-            found[int(catalogue.columns[row.layout_id][column])] = (row.step, float(values[column]))
+            found[int(catalogue.columns[row.layout_id][column])] = (row.step, float(exact[column]))
     return found

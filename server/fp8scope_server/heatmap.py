@@ -12,7 +12,7 @@ from fp8scope_protocol.documents import HeatmapDocument, ScaleDocument, SeriesDo
 from fp8scope_protocol.metrics import METRICS, Metric, parse_metric
 from fp8scope_protocol.series import Series
 from fp8scope_server.catalogue import Selection, read_catalogue
-from fp8scope_server.frames import Matrix, Window, read_matrices
+from fp8scope_server.frames import Matrix, Window, as_float64, read_matrices
 from fp8scope_server.palette import BF16, INF, MISSING, NAN, SATURATED, legend, stops
 from fp8scope_server.picture import Canvas, draw, encode_png
 from fp8scope_server.precision import read_history
@@ -21,8 +21,7 @@ from fp8scope_server.view import View, read_view
 
 Cells = npt.NDArray[np.uint8]
 
-_MARKING = ("nan_count", "inf_count", "saturation_ratio")
-"""Metrics that mark cells of every picture but their own."""
+_SATURATION = METRICS["saturation_ratio"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,20 +93,27 @@ async def read_heatmap(session: AsyncSession, run: str, query: HeatmapQuery) -> 
     catalogue = await read_catalogue(session, run)
     view = await read_view(session, run, query.attempt)
     chosen = catalogue.select(query.selection)
-    keys = list(dict.fromkeys((query.metric, *_MARKING)))
-    matrices = await read_matrices(session, run, keys, catalogue=catalogue, view=view, chosen=chosen,
-                                   window=query.window)
-    shown = matrices[query.metric]
     series = [catalogue.series[index] for index in chosen]
+    keys, marks = _keys(query.metric, series)
+    matrices = await read_matrices(session, run, keys, catalogue=catalogue, view=view, chosen=chosen,
+                                   window=query.window, marks=marks)
+    shown = matrices[query.metric]
     bf16 = (await read_history(session, run, view)).bf16_marks(series, shown.steps, shown.attempts)
     metric = METRICS[query.metric]
-    values = await asyncio.to_thread(excess, metric, shown.values.astype(np.float64), series)
+    values = await asyncio.to_thread(lambda: excess(metric, as_float64(shown.values), series))
     scale = scale_of(metric, values[~shown.missing])
     cells = await asyncio.to_thread(paint, metric, values, scale, series, matrices, bf16)
     return Heatmap(
         query=query, steps=shown.steps, rows=[catalogue.document(index) for index in chosen], cells=cells,
         scale=scale, hold=_hold(view, shown.steps),
         summary=summarize(query, shown, values, series, cells))
+
+
+def _keys(metric: str, series: Sequence[Series]) -> tuple[list[str], list[str]]:
+    """The metrics that a picture of `metric` needs whole, and the counts that mark its cells."""
+    limited = metric != _SATURATION.key and any(_SATURATION.limit_of(one) for one in series)
+    marks = [] if metric in ("nan_count", "inf_count") else ["nan_count", "inf_count"]
+    return [metric, _SATURATION.key] if limited else [metric], marks
 
 
 def paint(
@@ -121,12 +127,11 @@ def paint(
     """
     cells = indices(metric, values, matrices[metric.key].missing, scale)
     finite = cells < INF
-    saturation = METRICS["saturation_ratio"]
-    if metric != saturation:
-        limits = np.array([limit.value if (limit := saturation.limit_of(one)) else np.inf for one in series])
-        cells[finite & (matrices["saturation_ratio"].values > limits)] = SATURATED
+    if metric != _SATURATION and _SATURATION.key in matrices:
+        limits = np.array([limit.value if (limit := _SATURATION.limit_of(one)) else np.inf for one in series])
+        cells[finite & (as_float64(matrices[_SATURATION.key].values) > limits)] = SATURATED
     cells[finite & bf16] = BF16
-    if metric.key not in ("nan_count", "inf_count"):
+    if "nan_count" in matrices and "inf_count" in matrices:
         cells[matrices["inf_count"].values > 0] = INF
         cells[matrices["nan_count"].values > 0] = NAN
     return cells

@@ -3,7 +3,7 @@
 import asyncio
 
 import msgspec
-from fastapi import APIRouter, WebSocket
+from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 from sqlalchemy import select
 
 from fp8scope_protocol.documents import LiveDocument
@@ -29,13 +29,14 @@ async def live(websocket: WebSocket, run: str) -> None:
             await websocket.send_denial_response(problem(refused.status, refused.detail))
             return
     await websocket.accept()
-    push = asyncio.create_task(_push(websocket, run))
     try:
-        async for _ in websocket.iter_text():
-            pass  # nothing is expected from the other side but that it leaves
-    finally:
-        push.cancel()
-        await asyncio.gather(push, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            push = group.create_task(_push(websocket, run))
+            async for _ in websocket.iter_text():
+                pass  # nothing is expected from the other side but that it leaves
+            push.cancel()
+    except* WebSocketDisconnect:
+        pass
 
 
 async def _push(websocket: WebSocket, run: str) -> None:

@@ -1,13 +1,17 @@
 """The job's own numbers over steps: loss, gradient norm, and the other sentinels."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from sqlalchemy import select
+import numpy as np
+import numpy.typing as npt
+from sqlalchemy import func, select
+from sqlalchemy.dialects.postgresql import DOUBLE_PRECISION
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from fp8scope_protocol.documents import Number, StepsDocument, from_number, to_number
-from fp8scope_protocol.metrics import SENTINELS
+from fp8scope_protocol.documents import Number, StepsDocument, to_number
+from fp8scope_protocol.metrics import SENTINELS, Metric
 from fp8scope_server.frames import Window
 from fp8scope_server.models import Step
 from fp8scope_server.view import View
@@ -15,81 +19,108 @@ from fp8scope_server.view import View
 MAX_ROWS = 100_000
 """Most stored rows read for one answer; of a longer window the newest are taken."""
 
-
-@dataclass(kw_only=True, slots=True)
-class Line:
-    """One step, or several put together."""
-
-    step: int
-    skipped: bool = False
-    values: dict[str, list[float]] = field(default_factory=dict)
-    """What was said of each sentinel, oldest first: by each producer, or at each step."""
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
 
 
 async def read_steps(
     session: AsyncSession, run: str, *, view: View, window: Window, points: int
 ) -> StepsDocument:
     """At most `points` points. Where more steps were stored, each point is the worst of several."""
-    statement = (
+    rows = (
         select(Step.step, Step.skipped, Step.sentinels)
         .where(Step.run_id == run, view.covers(Step.attempt_id, Step.step))
         .order_by(Step.step.desc()).limit(MAX_ROWS)
     )
     if window.first is not None:
-        statement = statement.where(Step.step >= window.first)
+        rows = rows.where(Step.step >= window.first)
     if window.last is not None:
-        statement = statement.where(Step.step <= window.last)
-    lines: dict[int, Line] = {}
-    for row in reversed((await session.execute(statement)).all()):
-        line = lines.setdefault(row.step, Line(step=row.step))
-        line.skipped |= row.skipped
-        for key, number in row.sentinels.items():
-            if number is not None:
-                line.values.setdefault(key, []).append(from_number(number))
-    merged = [_reduced([line], over_steps=False) for line in lines.values()]
-    return to_document(thinned(merged, points))
+        rows = rows.where(Step.step <= window.last)
+    found = rows.subquery()
+    # One row of arrays: 30,000 rows of JSON took 0.9 s. PostgreSQL reads "NaN" and "Infinity" as float8.
+    sentinels = [found.c.sentinels[key].astext.cast(DOUBLE_PRECISION) for key in SENTINELS]
+    arrays = (await session.execute(
+        select(*map(func.array_agg, (found.c.step, found.c.skipped, *sentinels))))).one()
+    steps, skipped, *columns = (array or [] for array in arrays)
+    said = dict(zip(SENTINELS, columns, strict=True))
+    return await asyncio.to_thread(lambda: join(steps, skipped, said).thinned(points).document())
 
 
-def thinned(lines: Sequence[Line], points: int) -> Sequence[Line]:
-    """At most `points` lines, each the worst of its share of `lines`, at the last step of that share."""
-    count = len(lines)
-    if count <= points:
-        return lines
-    return [_reduced(lines[i * count // points:(i + 1) * count // points], over_steps=True)
-            for i in range(points)]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lines:
+    """Sentinels over ascending steps: `values[key]` is [steps], valid where `present[key]`."""
+
+    steps: Ints
+    skipped: Bools
+    values: dict[str, Floats]
+    present: dict[str, Bools]
+
+    def thinned(self, points: int) -> "Lines":
+        """At most `points` steps, each the last of its share, with the worst values of its share."""
+        count = len(self.steps)
+        if count <= points:
+            return self
+        starts = np.arange(points) * count // points
+        return Lines(
+            steps=self.steps[np.append(starts[1:], count) - 1],
+            skipped=np.logical_or.reduceat(self.skipped, starts),
+            values={key: _worst(SENTINELS[key], values, self.present[key], starts)
+                    for key, values in self.values.items()},
+            present={key: np.logical_or.reduceat(present, starts) for key, present in self.present.items()})
+
+    def document(self) -> StepsDocument:
+        """For JSON, with the sentinels in catalogue order."""
+        columns: dict[str, list[Number]] = {
+            key: [to_number(value, missing=not there) for value, there in zip(
+                self.values[key].tolist(), self.present[key].tolist(), strict=True)]
+            for key in SENTINELS if key in self.values}
+        return StepsDocument(steps=self.steps.tolist(), skipped=self.skipped.tolist(), columns=columns)
 
 
-def to_document(lines: Sequence[Line]) -> StepsDocument:
-    """Columns of lines that hold one value a sentinel."""
-    present = {key for line in lines for key in line.values}
-    keys = [key for key in SENTINELS if key in present] + sorted(present - SENTINELS.keys())
-    columns: dict[str, list[Number]] = {
-        key: [to_number(line.values[key][0]) if key in line.values else None for line in lines]
-        for key in keys
-    }
-    return StepsDocument(
-        steps=[line.step for line in lines], skipped=[line.skipped for line in lines], columns=columns)
+def join(
+    steps: Sequence[int], skipped: Sequence[bool], columns: Mapping[str, Sequence[float | None]]
+) -> Lines:
+    """One line per step. Several producers may say something of the same step, in any order."""
+    order = np.argsort(np.array(steps, dtype=np.int64), kind="stable")
+    found, starts = np.unique(np.array(steps, dtype=np.int64)[order], return_index=True)
+    values: dict[str, Floats] = {}
+    present: dict[str, Bools] = {}
+    for key, column in columns.items():
+        there = np.array([number is not None for number in column], dtype=np.bool_)[order]
+        if there.any():
+            said = np.array(column, dtype=np.float64)[order]
+            values[key] = _merged(SENTINELS[key], said, there, starts)
+            present[key] = np.logical_or.reduceat(there, starts)
+    skips = np.array(skipped, dtype=np.bool_)[order]
+    return Lines(steps=found, skipped=np.logical_or.reduceat(skips, starts) if len(found) else skips,
+                 values=values, present=present)
 
 
-def _reduced(lines: Sequence[Line], *, over_steps: bool) -> Line:
-    values: dict[str, list[float]] = {}
-    for line in lines:
-        for key, found in line.values.items():
-            values.setdefault(key, []).extend(found)
-    return Line(step=lines[-1].step, skipped=any(line.skipped for line in lines),
-                values={key: [_one_of(key, found, over_steps)] for key, found in values.items()})
+def _merged(metric: Metric, values: Floats, present: Bools, starts: Ints) -> Floats:
+    """What several producers said of a step, as one value; NaN if one of them said so."""
+    result: Floats
+    if metric.merge == "max":
+        result = np.maximum.reduceat(np.where(present, values, -np.inf), starts)
+    elif metric.merge == "min":
+        result = np.minimum.reduceat(np.where(present, values, np.inf), starts)
+    else:
+        with np.errstate(invalid="ignore", over="ignore"):  # Inf - Inf is NaN, as it should
+            result = np.add.reduceat(np.where(present, values, 0.0), starts)
+        if metric.merge == "weighted":
+            result = result / np.maximum(np.add.reduceat(present.astype(np.int64), starts), 1)
+    return result
 
 
-def _one_of(key: str, found: Sequence[float], over_steps: bool) -> float:
-    """Several values of a sentinel as one: the worst over steps, its own merge over producers."""
-    metric = SENTINELS.get(key)
-    nan = next((value for value in found if value != value), None)
-    if nan is not None:
-        return nan
-    if metric is None:
-        return found[-1]
-    if over_steps:
-        return {"high": max(found), "low": min(found), "neither": found[-1]}[metric.worse]
-    if metric.merge == "weighted":
-        return sum(found) / len(found)
-    return {"sum": sum(found), "max": max(found), "min": min(found)}[metric.merge]
+def _worst(metric: Metric, values: Floats, present: Bools, starts: Ints) -> Floats:
+    """The worst value of each share, NaN above all; the last one where neither end is bad."""
+    result: Floats
+    if metric.worse == "high":
+        result = np.maximum.reduceat(np.where(present, values, -np.inf), starts)
+    elif metric.worse == "low":
+        result = np.minimum.reduceat(np.where(present, values, np.inf), starts)
+    else:
+        # Later lines rank higher, and any line that is not finite ranks above all that are.
+        rank = np.arange(len(values)) + np.where(np.isfinite(values), 0, len(values))
+        result = values[np.maximum.reduceat(np.where(present, rank, 0), starts) % len(values)]
+    return result

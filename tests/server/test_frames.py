@@ -69,6 +69,20 @@ def test_c3_what_is_not_finite_is_strict_json(client: httpx.Client, job: Jobs) -
         strict(client.get(address))
 
 
+def test_c3_signalling_nan_is_a_nan(client: httpx.Client, job: Jobs) -> None:
+    """Whatever bits a NaN has, nothing that reads it fails."""
+    one = job(modules=("layers.0",))
+    run = one.start()
+    one.send(0, {"saturation_ratio": np.full(3, 0x7F800001, dtype="<u4").view("<f4")})
+    assert frames(client, run, "saturation_ratio")["values"] == [["NaN"] * 3]
+    worst = strict(client.get(f"/runs/{run}/worst?metric=saturation_ratio"))
+    assert [one["value"] for one in worst] == ["NaN"] * 3
+    for metric in ("saturation_ratio", "amax"):
+        assert client.get(f"/runs/{run}/heatmap.png?metric={metric}").status_code == 200
+        strict(client.get(f"/runs/{run}/heatmap?metric={metric}"))
+    assert strict(client.get(f"/runs/{run}/cell?series=0&step=0"))["metrics"] == {"saturation_ratio": "NaN"}
+
+
 def test_c4_newest_attempt_wins_and_old_steps_stay(client: httpx.Client, job: Jobs) -> None:
     """Steps 0..15, crash, resume at 10..20 with other values: one value a step, no step back."""
     first = job(modules=("layers.0",))

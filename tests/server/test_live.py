@@ -57,7 +57,7 @@ def test_fast_batches_are_put_together(job: Jobs, listen: Any) -> None:
     run = one.start()
     began = time.monotonic()
     sent = 0
-    received = []
+    received: list[dict[str, Any]] = []
     with listen(run) as socket:
         while time.monotonic() - began < 1:
             sent += 1

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,44 @@ from PIL import Image
 
 from fp8scope_protocol import documents
 from fp8scope_protocol.commands import CommandReport
+from fp8scope_protocol.metrics import METRICS
+from fp8scope_protocol.series import Series
 from fp8scope_protocol.wire import MISSING, ProbeEvent
+from fp8scope_server.frames import Matrix
+from fp8scope_server.heatmap import paint
 from fp8scope_server.palette import BF16, INF, NAMES, NAN, SATURATED, SCALE_FIRST, SCALE_LAST, palette
-from fp8scope_server.steps import Line, thinned, to_document
+from fp8scope_server.scale import excess, scale_of
+from fp8scope_server.steps import join
 
 Jobs = Callable[..., Any]
 
 NOTHING = NAMES["missing"]
+
+REFUSED = [
+    ("/runs/{run}x", 404, "near misses: {run}"),
+    ("/runs/{run}x/series", 404, "near misses: {run}"),
+    ("/runs/{run}x/heatmap.png?metric=amax", 404, "near misses: {run}"),
+    ("/runs/{run}/frames?metric=underflow", 422, "near misses: underflow_ratio"),
+    ("/runs/{run}/heatmap.png?metric=underflow", 422, "near misses: underflow_ratio"),
+    ("/runs/{run}/worst?metric=amaxx", 422, "near misses: amax"),
+    ("/runs/{run}/frames?metric=amax&role=weights", 422, "near misses: weight"),
+    ("/runs/{run}/series?orientation=row", 422, "near misses: rowwise"),
+    ("/runs/{run}/series?format=e4m4", 422, "near misses: e4m3"),
+    ("/runs/{run}/series?module=layers.7", 422, "near misses: layers."),
+    ("/runs/{run}/series?module=layer", 422, "near misses: layers."),
+    ("/runs/{run}/cell?series=99&step=0", 422, "must be 0 to 5"),
+    ("/runs/{run}/cell?series=-1&step=0", 422, "series"),
+    ("/runs/{run}/frames?metric=amax&attempt=7", 422, "attempt = '7'"),
+    ("/runs/{run}/frames?metric=amax&first=9&last=3", 422, "first <= last"),
+    ("/runs/{run}/frames?metric=amax&first=99999999999999999999", 422, "first"),
+    ("/runs/{run}/heatmap.png?metric=amax&width=5000", 422, "width"),
+    ("/runs/{run}/heatmap.png?metric=amax&height=0", 422, "height"),
+    ("/runs/{run}/heatmap?metric=amax&theme=sepia", 422, "dark, light"),
+    ("/runs/{run}/steps?points=0", 422, "points"),
+    ("/runs/{run}/events?limit=5000", 422, "limit"),
+    ("/runs?limit=0", 422, "limit"),
+]
+"""Address, status, and what its answer must name."""
 
 
 def strict(answer: httpx.Response) -> Any:
@@ -127,6 +159,24 @@ def test_heatmap_marks_nan_inf_saturation_and_missing(client: httpx.Client, job:
     assert SATURATED not in pixels  # current scaling: no limit of saturation applies
 
 
+def test_saturation_over_its_limit_is_marked_under_delayed_scaling() -> None:
+    """Where a limit applies it marks the cell on other metrics' pictures; under BF16, BF16 is shown."""
+    metric = METRICS["distortion"]
+    series = [Series(name=name, role="activation", format="e4m3", scaling="tensorwise", policy=policy,
+                     live=True)
+              for name, policy in (("a", "delayed"), ("b", "delayed"), ("c", "delayed"), ("d", "current"))]
+
+    def matrix(*values: float) -> Matrix:
+        return Matrix(steps=np.array([0]), attempts=("x",), values=plane(*values)[None],
+                      missing=np.zeros((1, 4), dtype=np.bool_))
+
+    given = {"distortion": matrix(0, 0, 0, 0), "saturation_ratio": matrix(0.5, 0.5, 0.0001, 0.5)}
+    bf16 = np.array([[False, True, False, False]])
+    over = excess(metric, np.zeros((1, 4)), series)
+    cells = paint(metric, over, scale_of(metric, over), series, given, bf16)
+    assert cells[0].tolist() == [SATURATED, BF16, SCALE_FIRST, SCALE_FIRST]
+
+
 def test_heatmap_shows_bf16_from_the_applied_switch_to_the_return(client: httpx.Client, job: Jobs) -> None:
     """A layer sent to BF16 at step 2 and back at 4 is marked at 2 and 3; a NaN there stays a NaN."""
     one = job(modules=("layers.0",))
@@ -190,41 +240,16 @@ def test_picture_is_304_until_the_run_changes(client: httpx.Client, job: Jobs) -
     assert changed.content != answer.content
 
 
-@pytest.mark.parametrize(("address", "status", "words"), [
-    ("/runs/{run}x", 404, "near misses: {run}"),
-    ("/runs/{run}x/series", 404, "near misses: {run}"),
-    ("/runs/{run}x/heatmap.png?metric=amax", 404, "near misses: {run}"),
-    ("/runs/{run}/frames?metric=underflow", 422, "near misses: underflow_ratio"),
-    ("/runs/{run}/heatmap.png?metric=underflow", 422, "near misses: underflow_ratio"),
-    ("/runs/{run}/worst?metric=amaxx", 422, "near misses: amax"),
-    ("/runs/{run}/frames?metric=amax&role=weights", 422, "near misses: weight"),
-    ("/runs/{run}/series?orientation=row", 422, "near misses: rowwise"),
-    ("/runs/{run}/series?format=e4m4", 422, "near misses: e4m3"),
-    ("/runs/{run}/series?module=layers.7", 422, "near misses: layers."),
-    ("/runs/{run}/series?module=layer", 422, "near misses: layers."),
-    ("/runs/{run}/cell?series=99&step=0", 422, "must be 0 to 5"),
-    ("/runs/{run}/cell?series=-1&step=0", 422, "series"),
-    ("/runs/{run}/frames?metric=amax&attempt=7", 422, "attempt = '7'"),
-    ("/runs/{run}/frames?metric=amax&first=9&last=3", 422, "first <= last"),
-    ("/runs/{run}/frames?metric=amax&first=99999999999999999999", 422, "first"),
-    ("/runs/{run}/heatmap.png?metric=amax&width=5000", 422, "width"),
-    ("/runs/{run}/heatmap.png?metric=amax&height=0", 422, "height"),
-    ("/runs/{run}/heatmap?metric=amax&theme=sepia", 422, "dark, light"),
-    ("/runs/{run}/steps?points=0", 422, "points"),
-    ("/runs/{run}/events?limit=5000", 422, "limit"),
-    ("/runs?limit=0", 422, "limit"),
-])
-def test_what_does_not_exist_or_is_over_a_limit_is_said(
-    client: httpx.Client, job: Jobs, address: str, status: int, words: str
-) -> None:
+def test_what_does_not_exist_or_is_over_a_limit_is_said(client: httpx.Client, job: Jobs) -> None:
     """A problem document with near misses or the accepted range; never a 500, never an empty 200."""
     one = job()
     run = one.start()
     one.send(0, {"amax": plane(1, 2, 3, 4, 5, 6)})
-    answer = client.get(address.format(run=run))
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/problem+json"
-    assert words.format(run=run) in answer.json()["detail"]
+    for address, status, words in REFUSED:
+        answer = client.get(address.format(run=run))
+        assert answer.status_code == status, (address, answer.text)
+        assert answer.headers["content-type"] == "application/problem+json", address
+        assert words.format(run=run) in answer.json()["detail"], address
 
 
 def test_events_come_in_order_and_from_where_one_left_off(client: httpx.Client, job: Jobs) -> None:
@@ -255,17 +280,25 @@ def test_steps_of_several_producers_are_one_line(client: httpx.Client, job: Jobs
 
 
 def test_thinning_keeps_spikes_and_nan() -> None:
-    """10,000 steps on 100 points: the highest loss, the NaN and the skip are all still there."""
-    lines = [Line(step=step, values={"loss": [1.0]}) for step in range(10_000)]
-    lines[4321].values["loss"] = [9.0]
-    lines[7777].values["loss"] = [float("nan")]
-    lines[15].skipped = True
-    document = to_document(thinned(lines, 100))
+    """10,000 steps on 100 points: the highest loss, the NaNs, the Inf and the skip are all still there."""
+    loss, norm, skipped = [1.0] * 10_000, [float(step) for step in range(10_000)], [False] * 10_000
+    loss[4321], loss[7777], norm[5555], skipped[15] = 9.0, math.nan, math.inf, True
+    lines = join(range(10_000), skipped, {"loss": loss, "grad_norm": norm})
+    document = lines.thinned(100).document()
     assert (len(document.steps), document.steps[-1]) == (100, 9999)
     assert document.columns["loss"].count(9.0) == 1
     assert document.columns["loss"].count("NaN") == 1
+    assert document.columns["grad_norm"].count("Infinity") == 1
+    assert document.columns["grad_norm"][:2] == [99.0, 199.0]
     assert document.skipped.count(True) == 1
-    assert thinned(lines, 10_000) is lines
+    assert lines.thinned(10_000) is lines
+
+
+def test_thinning_knows_what_was_not_said() -> None:
+    """A sentinel that only some steps have is null where no step of the share has it."""
+    lr = [None, None, None, 0.5, None, None, None, None]
+    assert join(range(8), [False] * 8, {"lr": lr}).thinned(4).document().columns == {
+        "lr": [None, 0.5, None, None]}
 
 
 def test_openapi_has_the_documents(client: httpx.Client, collector: Any) -> None:
