@@ -1,5 +1,6 @@
 """The dashboard as one ASGI app: login, proxy, Dash, and the guard around all of it."""
 
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,8 +19,6 @@ from fp8scope_dashboard.settings import Settings
 from fp8scope_protocol.access import Guard
 
 ASSETS = Path(__file__).parent / "assets"
-NOT_BUNDLED = r"^(login|theme)\..*"
-"""Assets that pages name themselves; Dash puts every other one into its index."""
 
 
 def create_app(settings: Settings) -> Door:
@@ -43,7 +42,7 @@ def create_app(settings: Settings) -> Door:
     app = Dash(
         "fp8scope_dashboard", server=server,  # type: ignore[arg-type]
         title="fp8scope", update_title="", assets_folder=str(ASSETS),
-        assets_ignore=NOT_BUNDLED, index_string=shell.INDEX, serve_locally=True,
+        include_assets_files=False, index_string=shell.index_page(_version_of_assets()), serve_locally=True,
         websocket_inactivity_timeout=0, add_log_handler=False,
     )
     app.layout = shell.layout
@@ -51,6 +50,10 @@ def create_app(settings: Settings) -> Door:
     add_callbacks(app, collector)
     guard = Guard(server, token=settings.token, hosts=settings.accepted_hosts, open_paths=OPEN_PATHS)
     return Door(guard, policy=_policy(app))
+
+
+def _version_of_assets() -> str:
+    return f"{zlib.crc32(b''.join(path.read_bytes() for path in sorted(ASSETS.iterdir()))):08x}"
 
 
 def _policy(app: Dash) -> str:

@@ -10,7 +10,7 @@ from fp8scope_dashboard.scene import catalogue
 
 PULSE_MS = 10_000
 
-INDEX = """<!DOCTYPE html>
+_INDEX = """<!DOCTYPE html>
 <html lang="en">
 <head>
 {%metas%}
@@ -18,15 +18,29 @@ INDEX = """<!DOCTYPE html>
 <meta name="color-scheme" content="dark light">
 <title>{%title%}</title>
 <link rel="icon" href="/assets/icon.svg" type="image/svg+xml">
-<script src="/assets/theme.js"></script>
+<script src="/assets/theme.js?VERSION"></script>
+<link rel="stylesheet" href="/assets/style.css?VERSION">
 {%css%}
 </head>
 <body>
 <a class="skip" href="#content">Skip to content</a>
 {%app_entry%}
-<footer>{%config%}{%scripts%}{%renderer%}</footer>
+<footer>
+{%config%}
+<script src="/assets/hover.js?VERSION"></script>
+<script src="/assets/scope.js?VERSION"></script>
+<script src="/assets/shell.js?VERSION"></script>
+{%scripts%}
+{%renderer%}
+</footer>
 </body>
 </html>"""
+
+
+def index_page(version: str) -> str:
+    """The HTML around the app. It names our own assets: Dash's index leaves them out of its first answer
+    when that is to a deep link. `version` changes with them, so that no browser keeps old ones."""
+    return _INDEX.replace("VERSION", version)
 
 
 def layout() -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import httpx
 import pytest
 from playwright.sync_api import BrowserContext, expect
 
@@ -100,6 +101,14 @@ def far_dashboard(start_dashboard: Callable[[str], Service], relay: Relay) -> Se
     return start_dashboard(f"http://127.0.0.1:{relay.port}")
 
 
+def test_the_first_answer_to_a_deep_link_is_complete(far_dashboard: Service) -> None:
+    """A fresh dashboard names our scripts even when its first request is for a run's page."""
+    headers = {"authorization": f"Bearer {far_dashboard.token}"}
+    page = httpx.get(far_dashboard.url + "/runs/some-run", headers=headers, trust_env=False).text
+    for name in ("theme.js", "hover.js", "scope.js", "shell.js", "style.css"):
+        assert f"/assets/{name}?" in page
+
+
 def test_d1_a_slow_collector_makes_the_page_slow_and_nothing_piles_up(
     context: BrowserContext, far_dashboard: Service, relay: Relay, job: Callable[..., Job]
 ) -> None:
@@ -110,14 +119,14 @@ def test_d1_a_slow_collector_makes_the_page_slow_and_nothing_piles_up(
     page = context.new_page()
     page.goto(f"{far_dashboard.url}/login?next=/runs/{one.run}#{far_dashboard.token}")
     page.wait_for_selector(".picture[src]")
-    relay.delay, relay.most_held = 1.5, 0
+    relay.delay, relay.most_held = 1.2, 0
     shown: set[str] = set()
-    for step in range(1, 26):
+    for step in range(1, 17):
         one.send(step, one.wave(step))
         time.sleep(0.25)
         shown.add(page.locator(".tile-value").first.inner_text())
     assert len(shown) >= 3, shown
-    expect(page.locator(".tile-value").first).to_have_text("25")
+    expect(page.locator(".tile-value").first).to_have_text("16")
     assert relay.most_held == 1
     relay.delay = 0
 

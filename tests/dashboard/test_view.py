@@ -87,8 +87,8 @@ def test_health_names_the_worst_thing(changes: dict[str, Any], state: str) -> No
     """Trouble comes before silence, silence before health."""
     fields: dict[str, Any] = {
         "id": "r", "name": "r", "created_at": "", "last_seen_at": "", "active": True, "last_step": 3,
-        "loss": 1.0, "layers": 1, "layers_in_bf16": 0, "samples": 1, "batches": 1, "lost": {}, "firing": 0, "every": 1,
-        "remote_control": True}
+        "loss": 1.0, "layers": 1, "layers_in_bf16": 0, "samples": 1, "batches": 1, "lost": {}, "firing": 0,
+        "every": 1, "remote_control": True}
     assert health(RunDocument(**fields | changes))[0] == state
 
 
