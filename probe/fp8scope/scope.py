@@ -42,8 +42,7 @@ from fp8scope_protocol.access import read_token
 from fp8scope_protocol.commands import Command, CommandReport
 from fp8scope_protocol.errors import Fp8scopeError, Invalid
 from fp8scope_protocol.formats import parse_format
-from fp8scope_protocol.series import NAME_LIMIT
-from fp8scope_protocol.wire import Hello
+from fp8scope_protocol.wire import Hello, check_run
 
 
 class RootHook(Inert):
@@ -268,8 +267,7 @@ def attach(
 
 
 def _check_arguments(run: str, every: int, start_step: int | None, formats: tuple[str, ...]) -> None:
-    if not isinstance(run, str) or not 0 < len(run) <= NAME_LIMIT or not run.isprintable():
-        raise Invalid("run", run, f"must be 1 to {NAME_LIMIT} printable characters")
+    check_run(run)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise Invalid("every", every, "must be a number of steps, 1 or more")
     if start_step is not None and start_step < 0:

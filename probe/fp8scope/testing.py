@@ -17,12 +17,11 @@ Metrics = dict[str, Any]
 
 
 class MemoryWorker:
-    """A `sums.StepWorker` of one rank that keeps every record."""
+    """A `sums.StepWorker` that keeps every record of its rank, unreduced."""
 
-    rank = 0
-    world = 1
-
-    def __init__(self) -> None:
+    def __init__(self, *, rank: int = 0, world: int = 1) -> None:
+        self.rank = rank
+        self.world = world
         self.records: list[StepRecord] = []
         self.commands: dict[int, tuple[Command, ...]] = {}
         """Step -> commands that its result carries, as if they had been merged with it."""
