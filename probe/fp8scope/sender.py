@@ -27,7 +27,7 @@ from fp8scope.segment import MAGIC, Record, encode_record
 from fp8scope.settings import ProbeSettings
 from fp8scope.spool import Spool, adopt
 from fp8scope_protocol.errors import BrokenMessage
-from fp8scope_protocol.wire import IngestReply, decode_header
+from fp8scope_protocol.wire import BatchHeader, IngestReply, decode_header
 
 LOG = logging.getLogger("fp8scope")
 
@@ -170,9 +170,11 @@ class Sender:
     def _supply_missing(
         self, client: httpx.Client, spool: Spool, record: Record, response: httpx.Response
     ) -> None:
-        layout = _layout_of(record) or ""
-        if _missing(response) == "layout" and layout in spool.layouts:
-            supplied = self._supply(client, "PUT", f"layouts/{layout}", spool.layouts[layout])
+        header = _header(record)
+        layout = spool.layouts.get(header.layout or "") if header is not None else None
+        if header is not None and layout is not None and _missing(response) == "layout":
+            path = f"layouts/{header.layout}?attempt={quote(header.attempt, safe='')}"
+            supplied = self._supply(client, "PUT", path, layout)
         else:
             supplied = self._supply(client, "POST", "attempts", spool.hello)
         if supplied:
@@ -277,9 +279,9 @@ def _missing(response: httpx.Response) -> object:
         return None
 
 
-def _layout_of(record: Record) -> str | None:
+def _header(record: Record) -> BatchHeader | None:
     try:
-        return decode_header(record.payload)[0].layout
+        return decode_header(record.payload)[0]
     except BrokenMessage:
         return None
 

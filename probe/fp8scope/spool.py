@@ -70,8 +70,7 @@ class Spool:
         self._memory: deque[Record] = deque()
         self._memory_bytes = 0
         try:
-            for path in (*reversed(folder.parents), folder):
-                path.mkdir(mode=0o700, exist_ok=True)
+            _make_folder(folder)
             self._owner = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._recover()
@@ -291,6 +290,14 @@ def _owned(folder: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+def _make_folder(folder: Path) -> None:
+    """SPOOL/run/attempt/producer, closed to others; what is above SPOOL is not ours to close."""
+    own = (*reversed(folder.parents[:3]), folder)
+    own[0].parent.mkdir(parents=True, exist_ok=True)
+    for path in own:
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def _remove_folder(folder: Path) -> None:

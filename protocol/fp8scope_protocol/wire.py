@@ -36,6 +36,9 @@ MISSING_BITS = np.uint32(0x7FC0F850)
 MISSING = np.array([MISSING_BITS], dtype="<u4").view("<f4")[0]
 """A float32 that says "not measured". Compare bits (`is_missing`), never values."""
 
+RUN_LIMIT = 128
+"""Longest name of a run, in characters."""
+
 PlaneType = Literal["u8", "f4"]
 
 
@@ -230,6 +233,15 @@ def _inflate(data: bytes, expected: int) -> bytes:
         more = "more" if len(raw) > expected else f"{len(raw)}"
         raise BrokenMessage(f"the planes must hold {expected} bytes, {more} are there")
     return raw
+
+
+def check_run(name: str) -> str:
+    """`name` if it can name a run; it is part of addresses, so it has no slash and is not a dot or two."""
+    if not isinstance(name, str) or not 0 < len(name) <= RUN_LIMIT or not name.isprintable():
+        raise Invalid("run", name, f"must be 1 to {RUN_LIMIT} printable characters")
+    if "/" in name or name in (".", ".."):
+        raise Invalid("run", name, "must be usable in an address: no /, and not . or ..")
+    return name
 
 
 def encode_hello(hello: Hello) -> bytes:

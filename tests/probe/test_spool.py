@@ -71,15 +71,17 @@ def test_batches_come_back_in_order_with_hello_and_layouts(open_spool: Opener, t
 
 
 def test_only_the_owner_may_look(open_spool: Opener, tmp_path: Path) -> None:
-    """Folders are 0700 and files 0600, whatever the umask."""
+    """Folders of the spool are 0700 and files 0600, whatever the umask; the data home stays open, since a
+    database under another user may live beside the spool."""
     before = os.umask(0)
     try:
-        folder = spool_folder(tmp_path / "spool", "run", "attempt", "all")
+        folder = spool_folder(tmp_path / "home" / "spool", "run", "attempt", "all")
         open_spool(folder).append(0, b"x")
     finally:
         os.umask(before)
     made = [folder, *folder.parents[:3]]
     assert [path.stat().st_mode & 0o777 for path in made] == [0o700] * 4
+    assert (tmp_path / "home").stat().st_mode & 0o777 == 0o777
     assert segment_paths(folder)[0].stat().st_mode & 0o777 == 0o600
 
 
