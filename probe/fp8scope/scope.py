@@ -2,9 +2,10 @@
 
     scope = fp8scope.attach(model, optimizer, run="pretrain-7b", every=10)
 
-A step closes at the first training forward of the model after an optimizer's step, or when the job says
-`scope.step(n)`; once a job has said so, only that counts (two optimizers, an optimizer inside backward, steps
-that a gradient scaler skips). What lies between two closings is one step, however many micro-batches it has.
+A step closes at the first training forward of the model after an optimizer's step (or, where a compiled model
+hides its forwards, when an optimizer steps again), or when the job says `scope.step(n)`; once a job has said
+so, only that counts (two optimizers, an optimizer inside backward, steps that a gradient scaler skips). What
+lies between two closings is one step, however many micro-batches it has.
 
 At the boundary before step n + 2 the commands that were merged with step n are applied, on every rank alike:
 the only moment at which the training thread may wait for the probe, and by then the answer is normally there.
@@ -35,7 +36,7 @@ from fp8scope.rows import Rows
 from fp8scope.sentinels import Number, Sentinels
 from fp8scope.settings import read_settings
 from fp8scope.states import StateRecorder, measure_states
-from fp8scope.sums import StepRecord, StepWorker
+from fp8scope.sums import SentinelSums, StepRecord, StepWorker
 from fp8scope.watch import Watch
 from fp8scope.worker import Worker
 from fp8scope_protocol.access import read_token
@@ -77,7 +78,8 @@ class Scope:
         self._model = model
         self._optimizers = optimizers
         self._explicit = False
-        self._stepped = False
+        self._stepped: set[int] = set()
+        """Ids of the optimizers that have stepped in the step under way."""
         self._closed = False
         self._awaited: deque[int] = deque()
         self._reports: list[CommandReport] = []
@@ -155,13 +157,16 @@ class Scope:
         return self.current % self.every == 0
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) in self._stepped and not self._explicit:
+            self._close_step(skipped=False)
         with self._watch.guarded("optimizer"):
             if self._watch.sampling:  # FSDP may have replaced parameters since
+                self._places.clear()
                 self._places.update(parameter_places(self._model))
             self._sentinels.before_step(optimizer)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepped = True
+        self._stepped.add(id(optimizer))
         with self._watch.guarded("optimizer"):
             self._sentinels.after_step(optimizer)
         if self._watch.sampling:
@@ -173,10 +178,13 @@ class Scope:
             self._close_step(skipped=False)
 
     def _close_step(self, *, skipped: bool) -> None:
-        step, self._stepped = self.current, False
+        step = self.current
+        self._stepped.clear()
+        record = StepRecord(step=step, skipped=skipped, sentinels=SentinelSums.zeros())
         with self._watch.guarded("step"):
-            self._worker.submit(self._record(step, skipped))
-            self._awaited.append(step)
+            record = self._record(step, skipped)
+        self._worker.submit(record)  # whatever happened: other ranks count on this one's record
+        self._awaited.append(step)
         self.current = step + 1
         with self._watch.guarded("step"):
             self._obey()

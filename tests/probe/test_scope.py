@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import fp8scope
 from fp8scope.scope import Scope
@@ -86,6 +87,57 @@ def test_explicit_steps_win() -> None:
                 second.step()
             scope.step(step, skipped=step == 8)
     assert [(r.step, r.skipped) for r in worker.records] == [(7, False), (8, True), (9, False)]
+
+
+def test_p10_loss_scaling_changes_no_verdict() -> None:
+    """P10: under a loss scale of 65536 norm and underflow are those of scale 1; a skipped step says so."""
+    found = []
+    for scale in (1.0, 65536.0):
+        model, worker = network(), MemoryWorker()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        torch.manual_seed(1)
+        with Scope(model, (optimizer,), worker=worker, every=1) as scope:
+            for step in range(3):
+                x = torch.randn(32, 128) * (math.inf if step == 1 else 1.0)
+                scaler.scale(model(x).square().mean()).backward()
+                before = scaler.get_scale()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                scope.step(step, skipped=scaler.get_scale() < before, loss_scale=before)
+        assert [r.skipped for r in worker.records] == [False, True, False]
+        found.append(worker)
+    for step in (0, 2):
+        plain, scaled = (worker.sentinels(step) for worker in found)
+        assert (plain["loss_scale"], scaled["loss_scale"] > 1) == (1.0 if step == 0 else 0.5, True)
+        assert scaled["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-6)
+        plain, scaled = (worker.metrics(step)["2", "gradient", "rowwise"] for worker in found)
+        assert scaled["underflow_ratio"] == plain["underflow_ratio"]
+        assert scaled["distortion"] == pytest.approx(plain["distortion"], rel=1e-6)
+
+
+@pytest.mark.parametrize("first", ["attach", "compile"])
+def test_p6_a_compiled_model_keeps_its_steps_and_says_what_is_hidden(first: str) -> None:
+    """P6: no extra graph, no graph break, steps and sentinels go on; hidden layers are listed, not at 0."""
+    model, worker, counter = network(), MemoryWorker(), CompileCounter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch._dynamo.reset()
+    scope = Scope(model, (optimizer,), worker=worker, every=1) if first == "attach" else None
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(4):
+        compiled(torch.randn(8, 128)).square().sum().backward()
+        scope = scope or Scope(model, (optimizer,), worker=worker, every=1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert scope is not None
+    scope.close()
+    assert counter.frame_count <= 2
+    assert [r.step for r in worker.records] == [0, 1, 2, 3]
+    assert worker.sentinels(3)["grad_norm"] > 0
+    hidden = {e.name for e in worker.record(0).events if e.kind == "unobserved"}
+    assert hidden == {"0", "2"}
+    assert ROW not in worker.metrics(3)
 
 
 @pytest.mark.parametrize("n", [-1, 1.5, True])
