@@ -78,30 +78,31 @@ def stretched(x: Tensor, scaling: str, factor: float) -> Tensor:
 
 def cases() -> dict[str, Case]:
     out: dict[str, Case] = {}
-    for scaling in SCALINGS:
-        for shape in ((1, 128), (1, 1), (133, 200), (130, 1), (0, 5), (5, 0)):
+    x, one_scale = planted(), torch.full((1, 1), 0.25)
+    powers = 2.0 ** torch.arange(-16, 9).repeat(6)[:130].float().expand(3, 130)
+    for scaling in SCALINGS:  # what depends on how tiles share scales
+        for shape in ((1, 1), (130, 1), (0, 5)):
             out[f"{scaling} {shape}"] = with_codes(normal(shape), scaling)
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            out[f"{scaling} planted {dtype}"] = with_codes(planted(dtype), scaling)
-        x = planted()
+        out[f"{scaling} planted"] = with_codes(x, scaling)
         out[f"{scaling} transposed"] = with_codes(x.t(), scaling)
-        out[f"{scaling} strided"] = with_codes(x[::2, 1::3], scaling)
-        out[f"{scaling} twice"] = with_codes(x, scaling)
-        out[f"{scaling} power of two"] = with_codes(x, scaling, power_of_two=True)
-        out[f"{scaling} e5m2"] = with_codes(x, scaling, "e5m2")
         out[f"{scaling} too small scales"] = with_codes(x, scaling, scales=stretched(x, scaling, 0.3))
         out[f"{scaling} too large scales"] = with_codes(x, scaling, scales=stretched(x, scaling, 900.0))
-        out[f"{scaling} one scale"] = with_codes(x, scaling, scales=torch.full((1, 1), 1e-3))
-        stochastic = with_codes(x, scaling, scales=stretched(x, scaling, 900.0))
-        out[f"{scaling} stochastic"] = (*stochastic[:3], {**stochastic[3], "rounding": "stochastic"})
-        out[f"{scaling} tiny"] = with_codes(normal((5, 300)) * 1e-30, scaling)
-        out[f"{scaling} huge"] = with_codes(normal((5, 300)) * 1e30, scaling)
+        out[f"{scaling} own codes"] = (powers, "e4m3", scaling, {"power_of_two": True})
+        out[f"{scaling} own codes, one scale"] = (powers, "e4m3", scaling, {"scales": one_scale})
         out[f"{scaling} nothing finite"] = with_codes(torch.full((3, 130), math.nan), scaling)
         out[f"{scaling} all zero"] = with_codes(torch.zeros(3, 130), scaling)
-        exact = 2.0 ** torch.arange(-16, 9).repeat(6)[:130].float().expand(3, 130)
-        out[f"{scaling} own codes"] = (exact, "e4m3", scaling, {"power_of_two": True})
-        given = {"scales": torch.full((1, 1), 0.25)}
-        out[f"{scaling} own codes, given scales"] = (exact, "e4m3", scaling, given)
+    scaling = "tile 1x128"
+    for dtype in (torch.bfloat16, torch.float16):
+        out[f"{dtype}"] = with_codes(planted(dtype)[:8], scaling)
+    out["no columns"] = with_codes(normal((5, 0)), scaling)
+    out["strided"] = with_codes(x[::2, 1::3], scaling)
+    out["twice"] = with_codes(x[:8], scaling)
+    out["power of two"] = with_codes(x[:8], scaling, power_of_two=True)
+    out["e5m2"] = with_codes(x[:8], scaling, "e5m2")
+    out["tiny"] = with_codes(normal((5, 300)) * 1e-30, scaling)
+    out["huge"] = with_codes(normal((5, 300)) * 1e30, scaling)
+    stochastic = with_codes(x[:8], scaling, scales=stretched(x[:8], scaling, 900.0))
+    out["stochastic"] = (*stochastic[:3], {**stochastic[3], "rounding": "stochastic"})
     return out
 
 
@@ -115,7 +116,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RowSums]:
     torch.save(CASES, folder / "cases.pt")
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CHILD, str(folder / "cases.pt"), str(folder / "answers.pt")],
-        check=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=120,
+        check=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=240,
     )
     return {key: RowSums(*parts) for key, parts in torch.load(folder / "answers.pt").items()}
 
