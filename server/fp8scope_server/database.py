@@ -45,7 +45,7 @@ async def open_database(settings: ServerSettings) -> AsyncIterator[Database]:
         if url is None:
             url = stack.enter_context(EmbeddedPostgres(settings.home)).url()
         engine = create_async_engine(
-            url, pool_size=settings.writers + _READERS, max_overflow=0, pool_pre_ping=True,
+            url, pool_size=settings.writers + _READERS, max_overflow=0,
             json_serializer=partial(json.dumps, allow_nan=False, separators=(",", ":")))
         try:
             await migrate(engine)

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Query, Request, Response
 from sqlalchemy import func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import aliased
 
 from fp8scope_protocol.documents import to_number
 from fp8scope_protocol.errors import BrokenMessage, Invalid, UnknownName
@@ -46,6 +47,8 @@ class Source:
 
     run_id: str
     attempt_number: int
+    newest: bool
+    """Whether it is the newest attempt of the run."""
 
 
 @router.put("/runs/{run}/layouts/{layout}")
@@ -90,23 +93,24 @@ async def store_batch(session: AsyncSession, layouts: Layouts, batch: Batch) -> 
         if known is None:
             raise Refused(409, f"layout {header.layout} is unknown; send it first", missing="layout")
         _check_planes(header, known)
-    if await _enter(session, source, batch):
-        await _copy_frames(session, source, batch)
-        await _follow_up(session, source, batch, known)
-        duplicate = False
-    else:
-        duplicate = True
-    return IngestReply(acked_seq=header.seq, run=source.run_id, duplicate=duplicate,
-                       commands=await waiting(session, header.attempt))
+    if not await _enter(session, source, batch):
+        return IngestReply(acked_seq=header.seq, run=source.run_id, duplicate=True,
+                           commands=await waiting(session, header.attempt))
+    await _copy_frames(session, source, batch)
+    return IngestReply(acked_seq=header.seq, run=source.run_id,
+                       commands=await _follow_up(session, source, batch, known))
 
 
 async def _find_source(session: AsyncSession, header: BatchHeader) -> Source:
+    other = aliased(Attempt)
+    newest = select(func.max(other.number)).where(other.run_id == Attempt.run_id).scalar_subquery()
     found = (await session.execute(
-        select(Attempt.run_id, Attempt.number).join(Producer, Producer.attempt_id == Attempt.id)
+        select(Attempt.run_id, Attempt.number, newest.label("newest"))
+        .join(Producer, Producer.attempt_id == Attempt.id)
         .where(Attempt.id == header.attempt, Producer.producer == header.producer))).one_or_none()
     if found is None:
         raise _unknown_attempt(f"{header.attempt} of producer {header.producer}")
-    return Source(run_id=found.run_id, attempt_number=found.number)
+    return Source(run_id=found.run_id, attempt_number=found.number, newest=found.number == found.newest)
 
 
 def _unknown_attempt(which: str) -> Refused:
@@ -139,8 +143,11 @@ async def _copy_frames(session: AsyncSession, source: Source, batch: Batch) -> N
                 header.layout, plane.type, plane.rows, batch.arrays[plane.key].tobytes()))
 
 
-async def _follow_up(session: AsyncSession, source: Source, batch: Batch, known: KnownLayout | None) -> None:
-    """What a new batch changes beside its frames, in an order of locks that all batches share."""
+async def _follow_up(session: AsyncSession, source: Source, batch: Batch, known: KnownLayout | None) -> int:
+    """What a new batch changes beside its frames, in an order of locks that all batches share.
+
+    Returns the highest id of the commands that wait for the attempt.
+    """
     header = batch.header
     run = (await session.execute(
         update(Run).where(Run.id == source.run_id).values(last_seen_at=func.now())
@@ -153,9 +160,9 @@ async def _follow_up(session: AsyncSession, source: Source, batch: Batch, known:
         step = min(max(event.step, 0), _LARGEST_STEP)
         record(session, origin, event.kind, event.name, event.text, step=step)
     await take_reports(session, origin, header.reports)
-    await expire(session, origin)
-    if known is not None and await _is_newest(session, source):
+    if known is not None and source.newest:
         await judge(session, origin, known, batch.arrays)
+    return await expire(session, origin)
 
 
 async def _store_step(session: AsyncSession, origin: Origin, header: BatchHeader) -> None:
@@ -187,11 +194,6 @@ async def _account(session: AsyncSession, origin: Origin, source: Source, header
     producer.last_step = max(producer.last_step, header.step)
     producer.lost = {reason: max(header.lost.get(reason, 0), producer.lost.get(reason, 0))
                      for reason in {**producer.lost, **header.lost}}
-
-
-async def _is_newest(session: AsyncSession, source: Source) -> bool:
-    newest = await session.scalar(select(func.max(Attempt.number)).where(Attempt.run_id == source.run_id))
-    return source.attempt_number == newest
 
 
 def _check(header: BatchHeader) -> None:

@@ -25,16 +25,20 @@ async def take_reports(session: AsyncSession, origin: Origin, reports: Sequence[
         await _settle(session, origin, row, report)
 
 
-async def expire(session: AsyncSession, origin: Origin) -> None:
-    """End commands that the job is long past and never answered."""
-    overdue = await session.scalars(
-        select(CommandRow).where(
-            CommandRow.attempt_id == origin.attempt_id, CommandRow.state.not_in(FINAL_STATES),
-            CommandRow.expires_step < origin.step - STALE_CADENCES * origin.every)
-        .order_by(CommandRow.id).with_for_update())
-    for row in overdue.all():
+async def expire(session: AsyncSession, origin: Origin) -> int:
+    """End commands that the job is long past and never answered; the highest id that waits for it still."""
+    rows = (await session.scalars(
+        select(CommandRow)
+        .where(CommandRow.attempt_id == origin.attempt_id, CommandRow.state.not_in(FINAL_STATES))
+        .order_by(CommandRow.id).with_for_update())).all()
+    waiting = 0
+    for row in rows:
+        if row.expires_step is None or origin.step <= row.expires_step + STALE_CADENCES * origin.every:
+            waiting = row.id
+            continue
         row.state, row.answer = "expired", f"no answer by step {origin.step}"
         await _failed(session, origin, row)
+    return waiting
 
 
 async def _switch(session: AsyncSession, origin: Origin, row: CommandRow, report: CommandReport) -> None:

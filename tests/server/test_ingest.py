@@ -354,3 +354,18 @@ def test_hellos_at_once_get_runs_of_their_own(collector: RunningCollector) -> No
     for thread in threads:
         thread.join()
     assert sorted(found) == ["together", *(f"together-{n}" for n in range(2, 9))]
+
+
+def test_a_lost_database_connection_is_503_and_heals(job: Jobs, rows: Rows) -> None:
+    """When the database ends its connections, a batch is answered 503 with Retry-After, stored nowhere, and
+    taken when it is sent again."""
+    one = job()
+    run = one.start()
+    rows("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() "
+         "AND datname = current_database()")
+    body = one.encode(0, one.values())
+    answers = [one.post(body) for _ in range(20)]
+    assert answers[0].status_code == 503
+    assert int(answers[0].headers["retry-after"]) >= 1
+    assert answers[-1].status_code == 200
+    assert rows("SELECT count(*) FROM batches WHERE run_id = %s", run) == [(1,)]
