@@ -2,9 +2,9 @@
 
     gemm_error = ||dX dW^T - X W^T|| / ||X W^T||      over SAMPLED_ROWS rows of X [M, K], W [N, K]
 
-The rows are evenly spaced, the same for the same M on every rank and in every step. Operands are brought
-into fp32's comfort by powers of two (a product of two tensors near 1e-30 is 0 in fp32); TF32, where the job
-allows it, adds 1e-3 in quadrature to an error near 4e-2. The error has a floor: two independent relative
+The rows are evenly spaced, the same for the same M on every rank and in every step. X is brought near 1 by
+a power of two (a product of two tensors near 1e-30 is 0 in fp32); TF32, where the job allows it, adds 1e-3 in
+quadrature to an error near 4e-2. The error has a floor: two independent relative
 errors of E4M3 give sqrt(2) x 0.026.
 
 NaN codes, or a reference that is not finite, read Inf: the product is lost. A zero product says nothing.
@@ -37,12 +37,11 @@ def gemm_error(
     if x_scales is not None and x_scales.shape[0] == x.shape[0]:
         x_scales = x_scales[rows]
     x = x[rows].float()
-    weight = weight.float()
     dx = dequantize(_quantize_x(x, element, x_scales))
     dw = dequantize(_quantize_weight(weight, element, weight_scales))
-    p, w = _power_of_two(x), _power_of_two(weight)
-    exact = (x / p) @ (weight / w).t()
-    error = (dx / p) @ (dw / w).t() - exact
+    power = _power_of_two(x)
+    exact = (x / power) @ weight.float().t()
+    error = (dx / power) @ dw.t() - exact
     size = torch.linalg.vector_norm(exact, dtype=torch.float64)
     ratio = torch.linalg.vector_norm(error, dtype=torch.float64) / size
     ratio = torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf)

@@ -93,15 +93,16 @@ def round_trip(
 
 
 def channel_outlier_ratio(x: Tensor) -> Tensor:
-    """Largest column rms / median column rms of x [R, C] -> float64 []; -inf where that says nothing."""
+    """Largest column norm / median column norm of x [R, C] -> float64 []; -inf where that says nothing.
+
+    Columns with NaN or Inf are left out.
+    """
     if x.numel() == 0:
         return torch.full((), -math.inf, dtype=torch.float64, device=x.device)
-    u = torch.where(torch.isfinite(x), x, 0).float()
-    u = u / _power_of_two(u.abs().amax())  # squares in fp32 would vanish below 1e-19
-    rms = u.square().mean(dim=0, dtype=torch.float32).sqrt()
-    median = rms.median()
-    ratio = (rms.amax() / median).double()
-    return torch.where(median > 0, ratio, -math.inf)
+    norms = torch.linalg.vector_norm(x, dim=0, dtype=torch.float64)
+    norms = torch.where(torch.isfinite(norms), norms, math.nan)
+    median = norms.nanmedian()
+    return torch.where(median > 0, norms.nan_to_num(-math.inf).amax() / median, -math.inf)
 
 
 def _quantize(

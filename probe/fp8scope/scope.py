@@ -163,12 +163,12 @@ class Scope:
             if self._watch.sampling:  # FSDP may have replaced parameters since
                 self._places.clear()
                 self._places.update(parameter_places(self._model))
-            self._sentinels.before_step(optimizer)
+            self._sentinels.before_step(optimizer, sampled=self._watch.sampling)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped.add(id(optimizer))
         with self._watch.guarded("optimizer"):
-            self._sentinels.after_step(optimizer)
+            self._sentinels.after_step(optimizer, sampled=self._watch.sampling)
         if self._watch.sampling:
             measure_states(optimizer, self._places, self._watch)
 

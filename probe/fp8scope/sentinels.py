@@ -7,12 +7,13 @@ Everything stays on the device until the step closes. How numbers merge over ran
 Gradients are read when `optimizer.step` begins: after unscaling, and after clipping if the job clips. A job
 that knows the norm before clipping says so with `scope.log(grad_norm=...)`, which wins.
 
-Numbers about the update come from the optimizer's own account (`optimizer.step_stats`) if it keeps one, else
-from its exp_avg and exp_avg_sq: u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
+Numbers about the update come, in every step, from the optimizer's own account (`optimizer.step_stats`) if it
+keeps one. Else they are taken in sampled steps from its exp_avg and exp_avg_sq, which costs some ten passes
+over them: u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps). Likewise non-finite gradients: elements are
+counted in sampled steps; in the others a tensor that holds any counts as one.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,26 +55,26 @@ class Sentinels:
             else:
                 self._raise(name, self._number(value))
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, *, sampled: bool) -> None:
         """Reads the gradients that `optimizer` is about to use."""
         if "lr" not in self._logged:
             self._raise("lr", self._number(optimizer.param_groups[0]["lr"]))
         scale = getattr(optimizer, "grad_scale", None)  # set where the optimizer unscales by itself
-        scale = self._number(1.0 if scale is None else scale)
-        for parameter in _parameters(optimizer):
-            if parameter.grad is None:
-                continue
-            gradient = local(parameter.grad)
-            share = 1.0 / replicas(parameter, self.world)
-            bad = gradient.numel() - torch.count_nonzero(torch.isfinite(gradient))
-            self._add(nonfinite=self._number(bad) * share)
+        unscale = 1.0 if scale is None else self._number(scale).square().reciprocal()
+        for copies, gradients in self._gradients(optimizer).items():
+            norms = torch.stack([
+                self._number(norm) for norm in torch._foreach_norm(gradients, 2.0, dtype=torch.float64)])
+            if sampled:
+                bad = sum(self._number(torch.count_nonzero(~torch.isfinite(g))) for g in gradients)
+            else:
+                bad = torch.count_nonzero(~torch.isfinite(norms)).double()
+            self._add(nonfinite=bad / copies)
             if "grad_norm" not in self._logged:
-                norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-                self._add(grad_square=(self._number(norm) / scale).square() * share)
+                self._add(grad_square=norms.square().sum() * unscale / copies)
         if "grad_norm" not in self._logged:
             self._add(grad_count=1.0)
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer, *, sampled: bool) -> None:
         """Reads what the step did to the parameters."""
         stats = getattr(optimizer, "step_stats", None)
         if stats is not None:  # this rank's own ratios: merged over ranks as means
@@ -81,7 +82,7 @@ class Sentinels:
             self._add(v_zero=self._number(stats.v_zero_share), v_total=1.0, weight_square=1.0,
                       update_square=self._number(stats.update_weight_ratio).square())
             return
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if sampled else ():
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter, {})
                 if {"exp_avg", "exp_avg_sq", "step"} <= state.keys() and "betas" in group:
@@ -97,6 +98,20 @@ class Sentinels:
         self._now = SentinelSums.zeros(self.device)
         self._logged.clear()
         return taken
+
+    def _gradients(self, optimizer: Optimizer) -> dict[int, list[Tensor]]:
+        """This rank's parts of all gradients, by the number of ranks that hold the same part."""
+        found: dict[int, list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                gradient = local(parameter.grad)
+                if gradient.is_sparse:
+                    gradient = gradient.coalesce().values()
+                if gradient.numel():
+                    found.setdefault(replicas(parameter, self.world), []).append(gradient)
+        return found
 
     def _add_update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor]) -> None:
         m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
@@ -135,7 +150,3 @@ class Sentinels:
         cell = self._now.maxes[SENTINEL_MAX_COLUMNS.index(name)]
         torch.maximum(cell, value.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), out=cell)
 
-
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]

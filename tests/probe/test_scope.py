@@ -172,11 +172,12 @@ def test_wrong_arguments_are_named(name: str, tmp_path: Any) -> None:
     assert not model[0]._forward_pre_hooks
 
 
-def test_sentinels_are_taken_in_every_step() -> None:
-    """Off cadence too: loss, lr, gradient norm, and what AdamW did, as float64 loops over parameters say."""
+@pytest.mark.parametrize("every", [1, 100])
+def test_sentinels_are_taken_in_every_step(every: int) -> None:
+    """Loss, lr and gradient norm off cadence too; in sampled steps what AdamW did to the parameters."""
     model, worker = network(), MemoryWorker()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
-    with Scope(model, (optimizer,), worker=worker, every=100) as scope:
+    with Scope(model, (optimizer,), worker=worker, every=every) as scope:
         for step in range(3):
             loss = model(torch.randn(3, 128)).square().mean()
             loss.backward()
@@ -194,6 +195,9 @@ def test_sentinels_are_taken_in_every_step() -> None:
     assert sentinels["loss"] == pytest.approx(found_loss)
     assert sentinels["grad_norm"] == pytest.approx(found_norm)
     assert (sentinels["lr"], sentinels["loss_scale"], sentinels["nonfinite_count"]) == (0.01, 8.0, 0)
+    if every > 1:
+        assert "update_max" not in sentinels
+        return
     assert sentinels["update_max"] == pytest.approx(moved.abs().max().item() / 0.01, rel=1e-3)
     assert sentinels["update_weight_ratio"] == pytest.approx((moved.norm() / weights.norm()).item(), rel=1e-3)
     assert 0 <= sentinels["v_zero_share"] < 1
@@ -244,7 +248,7 @@ def test_a_vanished_second_moment_is_seen() -> None:
                 optimizer.param_groups[0]["betas"] = (0.9, 1.0 - 2.0**-24)
             optimizer.step()
             optimizer.state[linear.weight]["exp_avg_sq"][0, 0] = 0.0
-            scope._sentinels.after_step(optimizer)
+            scope._sentinels.after_step(optimizer, sampled=True)
             scope.step(step)
     assert worker.sentinels(0)["v_zero_share"] == pytest.approx(1 / 8)  # two looks at four, one zero
     assert worker.sentinels(1)["update_max"] > 1e3
