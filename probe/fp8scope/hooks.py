@@ -9,11 +9,10 @@ activation and gradient in [1,128] tiles of both orientations, the weight in [12
 an attribute `observer` (see observer.py) hands over what it really did, and is measured by nothing else.
 
 Full backward hooks were rejected: they cost 60 to 80 us each, break in-place operations and see nothing of
-outputs inside a dict. A hook object that is copied or pickled with its model becomes a function that does
-nothing, so a copy (an EMA, a checkpoint) is not observed and needs nothing of the probe.
+outputs inside a dict.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp8scope.gemm import gemm_error
+from fp8scope.inert import Inert, InertObserver
 from fp8scope.layers import Layer
 from fp8scope.roundtrip import channel_outlier_ratio
 from fp8scope.sharding import is_measured_here
@@ -90,28 +90,6 @@ class LayerProbe:
         mine = is_measured_here(weight, rank=watch.rank, world=watch.world, index=self.layer.index)
         if watch.once(*series.key) and mine:
             watch.measure(series, matrix(weight), element, scales=scales)
-
-
-class Inert:
-    """Base of what the probe leaves in a model: its copies and pickles are a function that does nothing."""
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _nothing_of, ()
-
-
-def _nothing_of() -> Callable[..., None]:
-    return nothing
-
-
-def nothing(*args: Any, **kwargs: Any) -> None:
-    """What a copied hook does."""
-
-
-class InertObserver(Inert):
-    """Base of observers: the copy of an observed module has none."""
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return type(None), ()
 
 
 class ForwardPreHook(Inert):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from fp8scope.inert import can_report
 from fp8scope_protocol.series import canonical_name
 from fp8scope_protocol.wire import Unobserved
 
@@ -28,11 +29,8 @@ class Layer:
     aliases: tuple[str, ...]
     weight_name: str
     weight_aliases: tuple[str, ...]
-
-    @property
-    def in_situ(self) -> bool:
-        """True when the layer quantizes by itself and reports what it did."""
-        return hasattr(self.module, "observer")
+    in_situ: bool
+    """True when the layer quantizes by itself and reports what it did."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,14 +45,14 @@ class ParameterPlace:
 
 
 def find_layers(model: nn.Module) -> tuple[Layer, ...]:
-    """Every `nn.Linear` and every module with an attribute `observer`, in order of registration."""
+    """Every `nn.Linear` and every module that can report by itself, in order of registration."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(canonical_name(name) or ROOT)
     places = parameter_places(model)
     layers: list[Layer] = []
     for depth, module in enumerate(model.modules()):
-        if not isinstance(module, nn.Linear) and not hasattr(module, "observer"):
+        if not _is_watched(module):
             continue
         name, *aliases = dict.fromkeys(names[id(module)])
         own = f"{name}.weight" if name != ROOT else "weight"
@@ -62,6 +60,7 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
         layers.append(Layer(
             name=name, module=module, depth=depth, index=len(layers), aliases=tuple(aliases),
             weight_name=place.name if place else own, weight_aliases=place.aliases if place else (),
+            in_situ=can_report(module),
         ))
     return tuple(layers)
 
@@ -73,13 +72,12 @@ def parameter_places(model: nn.Module) -> dict[int, ParameterPlace]:
         names.setdefault(id(parameter), []).append(canonical_name(name))
     places: dict[int, ParameterPlace] = {}
     for depth, (prefix, module) in enumerate(model.named_modules()):
-        watched = isinstance(module, nn.Linear) or hasattr(module, "observer")
         for parameter in module.parameters(recurse=False):
             if id(parameter) not in places:
                 name, *aliases = dict.fromkeys(names[id(parameter)])
                 places[id(parameter)] = ParameterPlace(
                     name=name, aliases=tuple(aliases), depth=depth, index=len(places),
-                    module=(canonical_name(prefix) or ROOT) if watched else "",
+                    module=(canonical_name(prefix) or ROOT) if _is_watched(module) else "",
                 )
     return places
 
@@ -92,6 +90,10 @@ def find_unobserved(model: nn.Module) -> tuple[Unobserved, ...]:
         for name, module in model.named_modules()
         if id(module) not in watched and any(_is_matrix(p) for p in module.parameters(recurse=False))
     )
+
+
+def _is_watched(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or can_report(module)
 
 
 def _is_matrix(parameter: Tensor) -> bool:

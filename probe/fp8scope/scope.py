@@ -28,7 +28,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fp8scope.hooks import Inert, install
+from fp8scope.hooks import install
+from fp8scope.inert import Inert, InertObserver, can_report
 from fp8scope.layers import find_layers, find_unobserved, parameter_places
 from fp8scope.precision import precision_map, set_precision
 from fp8scope.ranks import join_ranks
@@ -122,7 +123,7 @@ class Scope:
         self._handles.clear()
         owners: list[Any] = [*(layer.module for layer in self._layers), *self._optimizers]
         for owner in owners:
-            if isinstance(getattr(owner, "observer", None), Inert):
+            if isinstance(getattr(owner, "observer", None), InertObserver):
                 owner.observer = None
 
     def close(self) -> None:
@@ -149,8 +150,8 @@ class Scope:
         for optimizer in self._optimizers:
             handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
             handles.append(optimizer.register_step_post_hook(self._after_optimizer))
-            if hasattr(optimizer, "observer"):
-                optimizer.observer = StateRecorder(self._watch, self._places)
+            if can_report(optimizer):
+                optimizer.observer = StateRecorder(self._watch, self._places)  # type: ignore[attr-defined]
         return handles
 
     def _is_sampled(self) -> bool:

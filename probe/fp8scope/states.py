@@ -11,7 +11,7 @@ all ranks hold alike is measured by one of them. Rows of a [R, C] state are rows
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8scope.hooks import InertObserver
+from fp8scope.inert import InertObserver
 from fp8scope.layers import ParameterPlace
 from fp8scope.quantize import DTYPES
 from fp8scope.sharding import is_measured_here, local

@@ -287,6 +287,19 @@ def test_p9_copies_are_inert() -> None:
     assert worker.metrics(0)["0", "activation", "rowwise"]["elements"] == 40
 
 
+def test_an_attribute_of_that_name_is_left_alone() -> None:
+    """A module whose `observer` means something else keeps it, and is measured as a what-if."""
+    layer = nn.Linear(8, 8)
+    layer.observer = "telescope"  # type: ignore[assignment]
+    model = nn.Sequential(layer)
+    scope, worker = watched(model)
+    model(torch.randn(3, 8)).sum().backward()
+    scope.step(0)
+    scope.close()
+    assert layer.observer == "telescope"
+    assert roles(worker, "0") == BOTH
+
+
 POISON = {"one NaN": (math.nan, 1, 1), "one Inf": (math.inf, 1, 1), "all NaN": (math.nan, 24, 24),
           "huge": (1e16, 24, 0)}
 
