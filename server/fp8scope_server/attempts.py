@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from fp8scope_protocol.commands import FINAL_STATES
 from fp8scope_protocol.errors import Invalid
-from fp8scope_protocol.wire import Hello, decode_hello
+from fp8scope_protocol.wire import Hello, check_run, decode_hello
 from fp8scope_server.models import Attempt, CommandRow, PrecisionRow, Producer, Run
 from fp8scope_server.text import checked, cleaned
 
@@ -101,9 +101,7 @@ async def _store_precision(session: AsyncSession, run_id: str, hello: Hello) -> 
 
 def _check(hello: Hello) -> Hello:
     """`hello` with its prose cleaned; `Invalid` where a name or a number cannot be used."""
-    checked("run", hello.run, limit=128)
-    if "/" in hello.run or hello.run in (".", ".."):
-        raise Invalid("run", hello.run, "must be usable in an address: no /, and not . or ..")
+    check_run(hello.run)
     checked("attempt", hello.attempt, limit=64)
     checked("producer", hello.producer, limit=64)
     for name in ("every", "world_size"):

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +20,9 @@ from fp8scope_server.postgres import EmbeddedPostgres
 
 
 @pytest.fixture
-def folder(home: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A data home for one test."""
-    path = home / str(request.node.name)
+def folder(home: Path) -> Iterator[Path]:
+    """A data home for one test, with a path short enough for its socket."""
+    path = home / uuid.uuid4().hex[:8]
     yield path
     shutil.rmtree(path, ignore_errors=True)
 
