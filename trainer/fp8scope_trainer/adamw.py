@@ -23,8 +23,6 @@ from fp8scope.observer import StateObserver
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.convert import is_head
 from fp8scope_trainer.moments import (
-    CODES,
-    SCALES,
     Draw,
     Moments,
     decode,
@@ -100,7 +98,10 @@ class AdamW(Optimizer):
         raise Invalid("parameter", tuple(parameter.shape), "is not one of this optimizer's")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but codes stay codes: torch would cast them to the parameter's dtype."""
+        """As torch's, but everything keeps its dtype, and nothing is shared with `state_dict`.
+
+        torch casts every state to the parameter's dtype, codes too, and shares `step`.
+        """
         own = [group["states"] for group in self.param_groups]
         saved = [group.get("states") for group in state_dict["param_groups"]]
         if own != saved:
@@ -109,8 +110,8 @@ class AdamW(Optimizer):
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for number, (_, parameter) in zip(numbers, self._parameters(), strict=True):
             for key, value in state_dict["state"].get(number, {}).items():
-                if key in (*CODES, *SCALES):
-                    self.state[parameter][key] = value.to(parameter.device, copy=True)
+                device = value.device if key == "step" else parameter.device
+                self.state[parameter][key] = value.to(device, copy=True)
 
     def _parameters(self) -> Iterable[tuple[dict[str, Any], Tensor]]:
         return ((group, parameter) for group in self.param_groups for parameter in group["params"])
@@ -134,7 +135,7 @@ class AdamW(Optimizer):
             for one in encoded:
                 q = one.quantized
                 self.observer.state(parameter, one.role, one.x, q.scales, scaling=q.scaling,
-                                    rounding=one.rounding, codes=q.codes)
+                                    rounding="stochastic", codes=q.codes)
         weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.to(weight.dtype), alpha=-group["lr"])
 
 

@@ -1,8 +1,13 @@
 """AdamW's two moments, as the optimizer stores them: fp32, or E4M3 in [1,128] tiles.
 
-m is rounded to nearest. Of v its square root r is stored, rounded stochastically, and never to zero where v
-is positive: v then spans 2 x 17 binades in a tile instead of 17, and m / r cannot explode through a lost v.
-m decodes as 0 where r is 0. Tiles never cross a row, so rows can move between ranks and keep their codes.
+Of v its square root r is stored, never as zero where v is positive: v then spans 2 x 17 binades in a tile
+instead of 17, and m / r cannot explode through a lost v. m decodes as 0 where r is 0. Tiles never cross a
+row, so rows can move between ranks and keep their codes.
+
+Both are rounded stochastically. Nearest would stall: of v, at beta2 = 0.999, a step moves r by 0.05 % where
+half a code is 3 %; of m, at beta1 = 0.9, 0.9 times any of the four smallest codes rounds back to it, and a
+weight whose gradient has ended drifts on for ever. Measured, lr 1e-3, 1,000 steps: Adam comes to rest at
+-0.03, stochastic m at -0.033, nearest m is at -1.75 and moving.
 
 State of an fp32 parameter: exp_avg, exp_avg_sq. Of an E4M3 one: exp_avg, exp_avg_sq (codes, shaped like the
 parameter) and exp_avg_scale, exp_avg_sq_scale (fp32 [R, ceil(C / 128)]).
@@ -15,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fp8scope.backend import quantize_tiles
 from fp8scope.quantize import Quantized, dequantize, scale_of, tile_amax
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import E4M3, TILE
@@ -42,7 +46,6 @@ class Encoded(NamedTuple):
     role: str
     x: Tensor
     quantized: Quantized
-    rounding: str
 
 
 class Draw(NamedTuple):
@@ -92,10 +95,11 @@ def store(state: State, moments: Moments, draw: Draw) -> tuple[Encoded, ...]:
         for key, value in zip(CODES, moments, strict=True):
             local(state[key]).copy_(value)
         return ()
-    root = moments.v.sqrt()
+    row, root = first_row(state["exp_avg"]), moments.v.sqrt()
     encoded = (
-        Encoded("exp_avg", moments.m, quantize_tiles(moments.m, E4M3), "nearest"),
-        Encoded("exp_avg_sq", root, _round(root, first_row(state["exp_avg_sq"]), draw), "stochastic"),
+        Encoded("exp_avg", moments.m, _round(moments.m, row, draw._replace(stream=2 * draw.stream))),
+        Encoded("exp_avg_sq", root, _round(root, row, draw._replace(stream=2 * draw.stream + 1),
+                                           keep_nonzero=True)),
     )
     for code, scale, one in zip(CODES, SCALES, encoded, strict=True):
         local(state[code]).copy_(one.quantized.codes)
@@ -124,14 +128,14 @@ def first_row(tensor: Tensor) -> int:
     return offset
 
 
-def _round(root: Tensor, row: int, draw: Draw) -> Quantized:
-    """Stochastically rounded tiles of root [R, C], whose first row is row `row` of the whole tensor."""
-    rows, columns = root.shape
-    scales = scale_of(tile_amax(root), E4M3)
+def _round(x: Tensor, row: int, draw: Draw, *, keep_nonzero: bool = False) -> Quantized:
+    """Stochastically rounded tiles of x [R, C], whose first row is row `row` of the whole tensor."""
+    rows, columns = x.shape
+    scales = scale_of(tile_amax(x), E4M3)
     wide = scales.repeat_interleave(TILE, dim=1)[:, :columns]
-    indices = torch.arange(row * columns, (row + rows) * columns, device=root.device).view(rows, columns)
+    indices = torch.arange(row * columns, (row + rows) * columns, device=x.device).view(rows, columns)
     random = uniform(indices, seed=draw.seed, step=draw.step, stream=draw.stream)
-    return Quantized(round_e4m3(root / wide, random), scales, "tile 1x128")
+    return Quantized(round_e4m3(x / wide, random, keep_nonzero=keep_nonzero), scales, "tile 1x128")
 
 
 def _placed(tensor: Tensor, like: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -66,7 +66,8 @@ def launch(ranks: int, argv: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(_threads(ranks)))
     command = ["--nnodes", "1", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
                "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", "--max-restarts", "0",
-               "--module", "fp8scope_trainer.train", *argv]
+               "--module", "--",  # what follows has options that look like torchrun's own
+               "fp8scope_trainer.train", *argv]
     try:
         torchrun.main(command)
     except SignalException as stopped:

@@ -5,7 +5,7 @@ The random number of an element is a hash of (seed, step, stream, index of the e
 no generator state, the same codes for one rank or eight, and again after a restart.
 
 Rejected: torch's generators, whose numbers depend on how a tensor is sharded; rounding to nearest, under
-which a second moment at beta2 = 0.999 never moves, because a step changes it by less than half a code.
+which a moment that changes by less than half a code in a step never changes at all.
 """
 
 import torch
@@ -23,14 +23,21 @@ def uniform(indices: Tensor, *, seed: int, step: int, stream: int) -> Tensor:
     return (bits >> 8).float() * 2.0**-24
 
 
-def round_e4m3(y: Tensor, random: Tensor) -> Tensor:
-    """Codes (float8_e4m3fn) of y >= 0, up or down by chance; a positive y never becomes 0. NaN stays NaN."""
-    # y = mantissa * 2^exponent with mantissa in [0.5, 1): 3 more bits of mantissa are kept.
-    exponent = torch.frexp(y).exponent.clamp_min(-5)
-    quantum = torch.ldexp(torch.ones_like(y), exponent - 4)  # 2^-9 and up: the distance of neighbours
-    rounded = torch.floor(y / quantum + random) * quantum
-    rounded = rounded.clamp(max=E4M3.largest)
-    return torch.where(y > 0, rounded.clamp_min(E4M3.smallest_subnormal), rounded).to(torch.float8_e4m3fn)
+def round_e4m3(y: Tensor, random: Tensor, *, keep_nonzero: bool = False) -> Tensor:
+    """Codes (float8_e4m3fn) of y, away from zero or towards it by chance; NaN stays NaN.
+
+    With `keep_nonzero` what is not zero gets at least the smallest code.
+    """
+    size = y.abs()
+    # size = mantissa * 2^exponent with mantissa in [0.5, 1): 3 more bits of mantissa are kept.
+    exponent = torch.frexp(size).exponent.clamp_min(-5)
+    quantum = torch.ldexp(torch.ones_like(size), exponent - 4)  # 2^-9 and up: the distance of neighbours
+    quotient = size / quantum
+    below = quotient.floor()
+    rounded = ((below + (random < quotient - below)) * quantum).clamp(max=E4M3.largest)
+    if keep_nonzero:
+        rounded = torch.where(size > 0, rounded.clamp_min(E4M3.smallest_subnormal), rounded)
+    return rounded.copysign(y).to(torch.float8_e4m3fn)
 
 
 def _mix(x: Tensor) -> Tensor:
