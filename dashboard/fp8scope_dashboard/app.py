@@ -12,6 +12,7 @@ from fastapi.responses import PlainTextResponse, Response
 from fp8scope_dashboard import shell
 from fp8scope_dashboard.callbacks import add_callbacks
 from fp8scope_dashboard.client import Collector
+from fp8scope_dashboard.clientside import add_clientside
 from fp8scope_dashboard.door import OPEN_PATHS, Door, add_login
 from fp8scope_dashboard.live import add_live
 from fp8scope_dashboard.proxy import add_not_found, add_proxy
@@ -48,6 +49,7 @@ def create_app(settings: Settings) -> Door:
     app.layout = shell.layout
     add_live(app, collector)
     add_callbacks(app, collector)
+    add_clientside(app)
     guard = Guard(server, token=settings.token, hosts=settings.accepted_hosts, open_paths=OPEN_PATHS)
     return Door(guard, policy=_policy(app))
 

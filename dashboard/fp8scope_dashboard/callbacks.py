@@ -7,7 +7,8 @@ failing collector is an answer too: the old content stays, `problem` goes to the
 import asyncio
 from typing import Any
 
-from dash import ClientsideFunction, Dash, Input, Output, State, no_update
+import msgspec
+from dash import Dash, Input, Output, State, no_update
 
 from fp8scope_dashboard import panels, runs_page
 from fp8scope_dashboard.client import Collector, CollectorError, Refused
@@ -15,11 +16,12 @@ from fp8scope_dashboard.scene import CURVE_POINTS, picture_query, scene_of
 from fp8scope_dashboard.view import Choices, View, fit, parse_view
 from fp8scope_protocol.commands import FINAL_STATES, Command, SetPrecision
 from fp8scope_protocol.documents import LayerDocument, RunDocument, SeriesDocument
-from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.metrics import METRICS
 
 WORST_SHOWN = 10
 EVENTS_SHOWN = 200
+REASON_LIMIT = 200
+NOT_FOUND = 404
 
 Answer = dict[str, Any]
 
@@ -59,10 +61,11 @@ def add_callbacks(app: Dash, collector: Collector) -> None:
         problem = ""
         try:
             answer = await answer_run(collector, run, view, str(ask["theme"]))
-        except Refused as error:
-            answer = _nothing(f"Run {run} cannot be shown", str(error)) | {"crumb": run}
         except CollectorError as error:
-            answer, problem = UNCHANGED, str(error)
+            if isinstance(error, Refused) and error.status == NOT_FOUND:
+                answer = _nothing(f"Run {run} cannot be shown", str(error)) | {"crumb": run}
+            else:
+                answer, problem = UNCHANGED, str(error)
         return answer | {"done": {"n": ask["n"], "run": run, "problem": problem}}
 
     @app.callback(
@@ -71,44 +74,12 @@ def add_callbacks(app: Dash, collector: Collector) -> None:
         prevent_initial_call=True)
     async def send_command(clicks: int, wish: dict[str, str], reason: str | None) -> tuple[Any, Any]:
         try:
-            action = SetPrecision(modules=(wish["layer"],), precision=_precision(wish["precision"]))
-            command = await collector.send(wish["run"], action, (reason or "").strip()[:200])
-        except (CollectorError, Invalid) as error:
+            action = msgspec.convert(
+                {"modules": [wish["layer"]], "precision": wish["precision"]}, type=SetPrecision)
+            command = await collector.send(wish["run"], action, (reason or "").strip()[:REASON_LIMIT])
+        except (CollectorError, msgspec.ValidationError) as error:
             return f"Not sent: {error}", no_update
         return "", {"command": command.id, "clicks": clicks}
-
-    _add_clientside(app)
-
-
-def _precision(word: str) -> Any:
-    return word  # SetPrecision refuses what is not a precision
-
-
-def _add_clientside(app: Dash) -> None:
-    """Register the functions of assets/shell.js and assets/scope.js."""
-
-    def run(name: str, *arguments: Any) -> None:
-        app.clientside_callback(ClientsideFunction("fp8scope", name), *arguments)  # type: ignore[no-untyped-call]
-
-    run("route", Output("place", "data"), Output("runs-page", "hidden"), Output("run-page", "hidden"),
-        Output("lost-page", "hidden"), Input("url", "pathname"), Input("url", "search"))
-    run("askNow", Input("place", "data"), Input("nudge", "data"), Input("theme", "data"))
-    run("askNext", Input("live", "data"), Input("done-runs", "data"), Input("done-run", "data"),
-        Input("pulse", "n_intervals"))
-    run("controls", Input("shown", "data"))
-    run("badge", Output("live-badge", "children"), Output("live-badge", "className"),
-        Output("banner", "children"), Output("banner", "hidden"), Input("live", "data"),
-        Input("done-runs", "data"), Input("done-run", "data"), Input("place", "data"),
-        Input("pulse", "n_intervals"))
-    run("theme", Output("theme", "data"), Input("theme-button", "n_clicks"))
-    run("navigate", Input("metric", "value"), Input("role", "value"), Input("orientation", "value"),
-        Input("format", "value"), Input("window", "value"), Input("layer", "value"), Input("pick", "data"),
-        Input("zoom", "data"), Input("unzoom", "n_clicks"), State("shown", "data"))
-    run("draw", Output("drawn", "data"), Input("scene", "data"), State("catalogue", "data"))
-    run("wish", Output("wish", "data"), Output("confirm-title", "children"),
-        Output("confirm-text", "children"), Output("reason", "value"), Input("to-bf16", "n_clicks"),
-        Input("to-fp8", "n_clicks"), State("shown", "data"), State("place", "data"))
-    run("close", Input("confirm-no", "n_clicks"), Input("nudge", "data"))
 
 
 async def answer_run(collector: Collector, run: str, view: View, theme: str) -> Answer:
@@ -116,6 +87,8 @@ async def answer_run(collector: Collector, run: str, view: View, theme: str) -> 
     document, series, layers, events, commands = await asyncio.gather(
         collector.run(run), collector.series(run), collector.layers(run),
         collector.events(run, {"limit": EVENTS_SHOWN}), collector.commands(run))
+    depth = {one.module: one.depth for one in reversed(series)}
+    layers.sort(key=lambda layer: depth.get(layer.name, len(depth)))
     view, choices = fit(view, series)
     always = {
         "crumb": document.name, "strip": panels.strip(document),

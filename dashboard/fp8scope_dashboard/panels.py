@@ -12,7 +12,7 @@ from dash import dcc, html
 from fp8scope_dashboard.markup import aria, data
 from fp8scope_dashboard.runs_page import health_chip
 from fp8scope_dashboard.view import View
-from fp8scope_dashboard.wording import ago, count, in_bf16, number, precision
+from fp8scope_dashboard.wording import EVENT_GLYPHS, ago, count, event_look, in_bf16, number, precision
 from fp8scope_protocol.commands import Command
 from fp8scope_protocol.documents import (
     EventDocument,
@@ -23,7 +23,6 @@ from fp8scope_protocol.documents import (
 )
 
 COMMANDS_SHOWN = 8
-GLYPHS = {"alert": "▲", "switch": "◆", "command": "●", "gap": "▮"}
 STATE_WORDS = {"queued": "waiting for the job to ask", "delivered": "the job has it", "applied": "applied",
                "rejected": "rejected", "expired": "expired"}
 
@@ -133,18 +132,21 @@ def events(documents: Sequence[EventDocument]) -> Any:
     if not documents:
         return html.P("Nothing has happened yet: no alert, no switch, no command.", className="muted")
     ordered = sorted(documents, key=lambda one: one.id, reverse=True)
-    return html.Ol(className="events", children=[html.Li(className=f"event kind-{_kind(one.kind)}", children=[
-        html.Span(GLYPHS.get(_kind(one.kind), "○"), className="glyph", **aria(hidden="true")),
-        html.Span(f"step {count(one.step)}", className="event-step"),
-        html.Span(one.kind, className="event-kind"),
-        html.Span([html.B(one.name + " ") if one.name else "", one.text], className="event-text"),
+    return html.Ol(className="events", children=[_event(one) for one in ordered])
+
+
+def _event(one: EventDocument) -> Any:
+    look = event_look(one.kind)
+    return html.Li(className=f"event look-{look}", children=[
+        html.Span(EVENT_GLYPHS[look], className="glyph", **aria(hidden="true")),
+        html.Span(count(one.step), className="event-step", title=f"step {one.step}"),
+        html.Span(className="event-text", children=[
+            html.B(one.kind.replace("_", " ")),
+            html.Span(f" {one.name}", className="event-name") if one.name else "",
+            f": {one.text}",
+        ]),
         html.Span(ago(one.at), className="muted", title=one.at),
-    ]) for one in ordered])
-
-
-def _kind(kind: str) -> str:
-    """`kind` as a class name: only the known ones."""
-    return kind if kind in GLYPHS else "other"
+    ])
 
 
 def commands(documents: Sequence[Command]) -> Any:
@@ -163,9 +165,9 @@ def _command(command: Command) -> Any:
         html.Div(className="command-head", children=[
             html.Span(f"#{command.id}", className="muted"),
             html.Span(f"To {target}", className=f"chip {target.lower()}"),
-            html.Span(what, className="ellipsis"),
             html.Span(command.state, className=f"state {command.state}"),
         ]),
+        html.P(what, className="command-name"),
         html.P(command_words(command), className="muted small"),
     ])
 

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from fp8scope_dashboard.client import Query, path_of
 from fp8scope_dashboard.view import View
-from fp8scope_dashboard.wording import in_bf16
+from fp8scope_dashboard.wording import EVENT_GLYPHS, event_look, in_bf16
 from fp8scope_protocol.documents import (
     EventDocument,
     HeatmapDocument,
@@ -58,7 +58,8 @@ def scene_of(
         "metric": view.metric,
         "layer": view.layer,
         "loss": {"steps": steps.steps, "values": steps.columns.get("loss", [])},
-        "events": [{"step": one.step, "kind": one.kind, "name": one.name, "text": one.text}
+        "events": [{"step": one.step, "kind": one.kind, "name": one.name, "text": one.text,
+                    "look": event_look(one.kind), "glyph": EVENT_GLYPHS[event_look(one.kind)]}
                    for one in events],
     }
 

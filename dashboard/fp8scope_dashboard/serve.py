@@ -13,7 +13,7 @@ from fp8scope_protocol.errors import Fp8scopeError
 
 def main(argv: list[str]) -> int:
     """0 after a regular end, 2 when the dashboard cannot start, with one line that says why."""
-    parser = argparse.ArgumentParser(prog="fp8scope dashboard", description="Live heat maps of runs.")
+    parser = argparse.ArgumentParser(prog="python -m fp8scope_dashboard.serve", description=__doc__)
     parser.add_argument("--host", help="address to listen on (FP8SCOPE_DASHBOARD_HOST, 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (FP8SCOPE_DASHBOARD_PORT, 8051)")
     parser.add_argument("--collector", help="address of the collector (FP8SCOPE_COLLECTOR)")

@@ -4,6 +4,12 @@ from datetime import UTC, datetime
 
 from fp8scope_protocol.documents import LayerDocument, Number, RunDocument
 
+EVENT_GLYPHS = {"alert": "▲", "switch": "◆", "command": "●", "gap": "▮", "other": "○"}
+_EVENT_KINDS = {
+    "alert": ("alert", "stuck", "probe_error", "nonfinite"), "switch": ("switch",),
+    "command": ("command", "decision"), "gap": ("gap", "loss"),
+}
+
 PRECISION_WORDS = {"fp8": "FP8", "bf16": "BF16", "shadow": "BF16, FP8 still measured"}
 
 
@@ -44,7 +50,12 @@ def ago(moment: str, now: datetime | None = None) -> str:
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds // size} {unit} ago"
-    return "just now" if seconds < 5 else f"{seconds} s ago"
+    return "just now"  # pages look again every half minute: seconds would be wrong
+
+
+def event_look(kind: str) -> str:
+    """Which of the looks in `EVENT_GLYPHS` an event has."""
+    return next((look for look, kinds in _EVENT_KINDS.items() if kind in kinds), "other")
 
 
 def health(run: RunDocument) -> tuple[str, str]:
@@ -57,4 +68,4 @@ def health(run: RunDocument) -> tuple[str, str]:
         return "warn", "batches lost"
     if run.last_step is None:
         return "idle", "no data yet"
-    return ("good", "healthy") if run.active else ("idle", "not reporting")
+    return ("good", "no alerts") if run.active else ("idle", "not reporting")

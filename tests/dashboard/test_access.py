@@ -104,6 +104,24 @@ def test_a_browser_is_shown_the_way_in(door: Door) -> None:
     assert answer.headers["location"] == "/login?next=/runs/a%2520b%3Flayer%3Dx"
 
 
+def test_pages_cannot_be_framed_or_fed_scripts(door: Door) -> None:
+    """Every answer, refusals included, carries the policy: our own scripts only, no frames."""
+
+    async def ask(path: str) -> httpx.Headers:
+        transport = httpx.ASGITransport(door)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return (await client.get(path)).headers
+
+    for path in ("/login", "/", "/assets/login.js", "/api/v1/runs"):
+        headers = asyncio.run(ask(path))
+        policy = headers["content-security-policy"]
+        scripts = next(part for part in policy.split("; ") if part.startswith("script-src"))
+        assert "unsafe" not in scripts
+        assert "http" not in scripts
+        assert "frame-ancestors 'none'" in policy
+        assert headers["x-content-type-options"] == "nosniff"
+
+
 @pytest.mark.parametrize("path", ["/api/v1/runs", "/api/nope", "/collector/runs", "/collector/runs/r/rules"])
 def test_unknown_api_paths_are_404(door: Door, path: str) -> None:
     """Dash's catch-all, which answers a page to any GET, does not reach /api and /collector."""

@@ -142,7 +142,7 @@ def test_the_page_follows_the_run(page: Page, dashboard: Service, job: Callable[
     for step in range(1, 6):
         one.send(step, one.wave(step))
         time.sleep(0.1)
-    expect(page.locator("#live-badge")).to_have_text("live · step 5")
+    expect(page.locator("#live-badge")).to_have_text("connected · step 5")
     expect(page.locator(".strip")).to_contain_text("Step\n5", use_inner_text=True)
     assert page.evaluate("window.marked") is True
 

@@ -18,7 +18,8 @@
         if (kind === "count") {
             return value.toLocaleString("en").replaceAll(",", "\u2009");
         }
-        return String(Number(value.toPrecision(7)));
+        const exact = Number(value.toPrecision(7));
+        return exact !== 0 && Math.abs(exact) < 1e-4 ? exact.toExponential() : String(exact);
     }
 
     function element(tag, className, content) {
@@ -51,7 +52,25 @@
                 list.append(element("dt", "", key.replaceAll("_", " ")), valueOf(cell, key, catalogue, "dd"));
             }
         }
-        tip.append(main, list);
+        tip.append(main, list, ...bars(cell.histogram));
+    }
+
+    // Counts of floor(log2 |x / scale|), from 2^-24 to 2^15; both end bars hold what lies beyond.
+    function bars(histogram) {
+        if (!histogram || !histogram.length) {
+            return [];
+        }
+        const most = Math.max(1, ...histogram);
+        const chart = element("div", "tip-bars");
+        for (const count of histogram) {
+            const bar = document.createElement("i");
+            bar.style.height = 100 * Math.sqrt(count / most) + "%";  // a root, so that a thin tail is seen
+            chart.append(bar);
+        }
+        const ends = element("div", "tip-ends");
+        ends.append(element("span", "", "2⁻²⁴"), element("span", "", "exponents, square-root scale"),
+            element("span", "", "2¹⁵"));
+        return [chart, ends];
     }
 
     function valueOf(cell, key, catalogue, tag) {

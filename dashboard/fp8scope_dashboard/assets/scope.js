@@ -6,7 +6,6 @@
     const SVG = "http://www.w3.org/2000/svg";
     const LABEL_PX = 15;
     const MAP_PX = 480;
-    const GLYPHS = {alert: "▲", switch: "◆", command: "●", gap: "▮"};
     const LEGEND = {missing: "not measured", bf16: "layer in BF16", saturated: "saturated", inf: "Inf", nan: "NaN"};
 
     let parts = null;   // the drawing's elements, made once
@@ -118,7 +117,8 @@
                 marks.push(mark);
             }
             if (i % every === 0 || (chosen && every > 1)) {
-                labels.push(rowLabel(row, chosen, pitch * (i + 0.5)));
+                const middle = Math.max(LABEL_PX / 2, Math.min(height - LABEL_PX / 2, pitch * (i + 0.5)));
+                labels.push(rowLabel(row, chosen, middle));
             }
         });
         parts.map.label.replaceChildren(...labels);
@@ -144,8 +144,7 @@
 
     function drawEvents(scene) {
         const marks = scene.events.filter((one) => one.step >= scene.first && one.step <= scene.last).map((one) => {
-            const kind = one.kind in GLYPHS ? one.kind : "other";
-            const mark = element("span", "event-mark kind-" + kind, GLYPHS[one.kind] || "○");
+            const mark = element("span", "event-mark look-" + one.look, one.glyph);
             mark.style.left = 100 * across(scene, one.step) + "%";
             mark.title = "step " + one.step + " · " + one.kind + " · " + (one.name ? one.name + ": " : "") + one.text;
             return mark;

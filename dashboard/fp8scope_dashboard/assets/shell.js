@@ -2,7 +2,8 @@
 "use strict";
 
 (function () {
-    const SILENCE_MS = 20000;   // no beat for so long: the page asks by itself
+    const SILENCE_MS = 20000;   // no beat for so long: the badge says so
+    const STALE_MS = 25000;     // after so long the page asks, whether there is news or not
     const PATIENCE_MS = 20000;  // an answer that has not come by then is given up
     const set = (id, props) => window.dash_clientside.set_props(id, props);
     const same = () => window.dash_clientside.no_update;
@@ -85,8 +86,8 @@
         const key = follows ? JSON.stringify([live.run, live.version]) : null;
         if (key !== null && key !== asked.key) {
             send(key);
-        } else if (triggered() === "pulse.n_intervals" && Date.now() - state.pushed > SILENCE_MS && !document.hidden) {
-            send(asked.key);
+        } else if (triggered() === "pulse.n_intervals" && Date.now() - asked.at > STALE_MS && !document.hidden) {
+            send(asked.key);  // nothing new, but "active" and "2 min ago" age; and the websocket may be away
         }
     }
 
@@ -120,14 +121,14 @@
         const here = live && place && live.run === place.run;
         const problem = (here && live.problem) || (done && done.problem) || "";
         const silent = Date.now() - state.pushed > SILENCE_MS;
-        let words = "live";
+        let words = "connected";
         let look = "live on";
         if (problem) {
             [words, look] = ["no connection", "live off"];
         } else if (silent) {
             [words, look] = [state.pushed ? "slow updates" : "connecting", "live wait"];
         } else if (here && live.last_step !== null && place.page === "run") {
-            words = "live · step " + live.last_step.toLocaleString("en").replaceAll(",", "\u2009");
+            words = "connected · step " + live.last_step.toLocaleString("en").replaceAll(",", "\u2009");
         }
         return [words, look, problem, !problem];
     }
