@@ -109,16 +109,20 @@ def quantize_tensor(
 
 def dequantize(q: Quantized) -> Tensor:
     """d = q s in fp32, shape [R, C]."""
-    return q.codes.float() * expand_scales(q)
-
-
-def expand_scales(q: Quantized) -> Tensor:
-    """The scale of every element, [R, C] (a view or broadcastable where possible)."""
-    rows, columns = q.codes.shape
+    values = decode(q.codes)
     if q.scaling == "tensorwise":
-        return q.scales
-    wide = q.scales.repeat_interleave(TILE, dim=1)[:, :columns]
-    return wide.repeat_interleave(TILE, dim=0)[:rows] if q.scaling == "block 128x128" else wide
+        return values * q.scales
+    rows, columns = q.codes.shape
+    scales = q.scales if q.scaling != "block 128x128" else q.scales.repeat_interleave(TILE, dim=0)[:rows]
+    return (_tiled(values) * scales.unsqueeze(-1)).flatten(1)[:, :columns].contiguous()
+
+
+def decode(codes: Tensor) -> Tensor:
+    """Codes as fp32. On the CPU a table of the 256 codes is twice as fast as the cast."""
+    if codes.device.type != "cpu" or codes.element_size() > 1:
+        return codes.float()
+    table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).float()
+    return table.take(codes.view(torch.uint8).long())
 
 
 def _encode(x: Tensor, amax: Tensor, scales: Tensor, element: Format, *, rows_per_scale: int) -> Tensor:
