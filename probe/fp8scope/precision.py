@@ -61,4 +61,5 @@ def _precision_of(layer: Layer) -> ModulePrecision:
 
 
 def _why_not(module: nn.Module) -> str:
-    return f"{type(module).__name__} computes in one precision only"
+    left = getattr(module, "precision_reason", "")  # set by who converted the model and left this layer
+    return left or f"{type(module).__name__} computes in one precision only"

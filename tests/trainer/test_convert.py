@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from fp8scope.layers import find_layers
+from fp8scope.precision import precision_map
 from fp8scope_protocol.errors import UnknownName
 from fp8scope_trainer.convert import Conversion, convert
 from fp8scope_trainer.decoder import Decoder, DecoderConfig, demo
@@ -28,7 +30,7 @@ def test_converts_every_linear_but_the_head() -> None:
 
 
 def test_f2_a_layer_that_cannot_run_in_fp8_is_left_and_says_why() -> None:
-    """130 columns: the layer stays, the map shows its real dtype and the reason."""
+    """130 columns: the layer stays, the map and the probe show its real dtype and the reason."""
     model = nn.Sequential(nn.Linear(130, 128), nn.Linear(128, 67), nn.Linear(128, 128))
     report = convert(model)
     assert report.left == {
@@ -37,6 +39,8 @@ def test_f2_a_layer_that_cannot_run_in_fp8_is_left_and_says_why() -> None:
     }
     assert [layer.precision for layer in report.layers] == ["fp32", "fp32", "fp8"]
     assert "0  fp32   in_features 130" in str(report)
+    shown = {one.name: one.reason for one in precision_map(find_layers(model))}
+    assert shown == {**report.left, "2": ""}
 
 
 def test_tied_head_stays_with_its_embedding() -> None:

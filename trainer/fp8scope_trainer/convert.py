@@ -68,6 +68,8 @@ def convert(
     embedded = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     reasons = {name: _reason(name, linear, embedded, filter) for name, linear in linears.items()}
     chosen = [name for name, reason in reasons.items() if not reason]
+    for name, reason in reasons.items():
+        linears[name].precision_reason = reason  # type: ignore[assignment]  # a probe shows it
     delayed = _delayed(wanted.delayed, chosen)
     for name in chosen:
         recipe = replace(wanted.recipe, policy="delayed") if name in delayed else wanted.recipe

@@ -1,5 +1,6 @@
 """`fp8scope train`: the reference decoder in FP8 under ZeRO-2, with the probe attached."""
 
+import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -75,7 +76,7 @@ def build(options: TrainOptions, world: World) -> tuple[nn.Module, ConversionRep
 
 def attached(
     model: nn.Module, optimizer: AdamW, options: TrainOptions
-) -> "AbstractContextManager[fp8scope.Scope | None]":
+) -> AbstractContextManager[fp8scope.Scope | None]:
     """The probe on this job, or nothing."""
     if not options.probe:
         return nullcontext()
@@ -84,7 +85,7 @@ def attached(
 
 
 def train(
-    model: nn.Module, optimizer: AdamW, corpus: Corpus, scope: "fp8scope.Scope | None", options: TrainOptions,
+    model: nn.Module, optimizer: AdamW, corpus: Corpus, scope: fp8scope.Scope | None, options: TrainOptions,
     world: World, stop: StopSignal,
 ) -> Record:
     """Steps until all are done or any rank is asked to stop."""
@@ -95,9 +96,9 @@ def train(
                 options.drill.before_step(model, step)
             set_lr(optimizer, options.lr * min(1.0, (step + 1) / WARM_UP_STEPS))
             record.note_precision(step, precisions(model))
-            loss, skipped = train_step(model, optimizer, batch(corpus.train, step, options, world))
+            loss, norm = train_step(model, optimizer, batch(corpus.train, step, options, world))
             if scope is not None:
-                scope.step(step, loss=loss, skipped=skipped)
+                scope.step(step, skipped=not math.isfinite(norm), loss=loss, grad_norm=norm)
             mean, stopping = world.agree(loss, stop.asked)
             show(step, mean, record.add(mean))
             if stopping:
@@ -105,17 +106,19 @@ def train(
     return record
 
 
-def train_step(model: nn.Module, optimizer: AdamW, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, bool]:
-    """One optimizer step; returns this rank's loss and whether non-finite gradients made it skip."""
+def train_step(model: nn.Module, optimizer: AdamW, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
+    """One optimizer step, skipped if the gradient is not finite.
+
+    Returns this rank's loss and the norm of the whole gradient before clipping.
+    """
     loss = next_byte_loss(model, pair)
     torch.autograd.backward(loss)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
-    finite = bool(torch.isfinite(whole(norm)))
-    if finite:
+    norm = whole(nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)).item()
+    if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad()
     advance_histories(model)
-    return loss.detach(), not finite
+    return loss.detach(), norm
 
 
 @torch.no_grad()
