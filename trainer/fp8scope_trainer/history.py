@@ -27,7 +27,9 @@ class AmaxHistory(nn.Module):
     amaxes: Tensor
     pending: Tensor
 
-    def __init__(self, length: int = LONGEST, *, margin: int = 0) -> None:
+    def __init__(
+        self, length: int = LONGEST, *, margin: int = 0, device: torch.device | str | None = None
+    ) -> None:
         super().__init__()
         if not 1 <= length <= LONGEST:
             raise Invalid("history_length", length, f"must be 1 to {LONGEST} steps")
@@ -35,8 +37,8 @@ class AmaxHistory(nn.Module):
         self.cursor = 0
         self.frozen = False
         """A stuck cache: amaxes are seen and thrown away. Set by fault drills."""
-        self.register_buffer("amaxes", torch.zeros(length), persistent=False)
-        self.register_buffer("pending", torch.zeros(()), persistent=False)
+        self.register_buffer("amaxes", torch.zeros(length, device=device), persistent=False)
+        self.register_buffer("pending", torch.zeros((), device=device), persistent=False)
 
     def scale(self) -> Tensor:
         """fp32 [1, 1]."""

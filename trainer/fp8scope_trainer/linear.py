@@ -65,7 +65,7 @@ class Fp8Linear(nn.Linear):
         self.recipe = recipe or Recipe()
         self.observer = None
         self.history = (
-            AmaxHistory(self.recipe.history_length, margin=self.recipe.margin)
+            AmaxHistory(self.recipe.history_length, margin=self.recipe.margin, device=device)
             if self.recipe.policy == "delayed" else None
         )
         self.set_precision(precision)
@@ -78,7 +78,8 @@ class Fp8Linear(nn.Linear):
                     precision=precision, device="meta")
         layer.weight, layer.bias = linear.weight, linear.bias
         if layer.history is not None:
-            layer.history = AmaxHistory(recipe.history_length, margin=recipe.margin).to(linear.weight.device)
+            layer.history = AmaxHistory(recipe.history_length, margin=recipe.margin,
+                                        device=linear.weight.device)
         return layer.train(linear.training)
 
     def set_precision(self, precision: Precision) -> None:
