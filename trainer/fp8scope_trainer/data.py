@@ -5,8 +5,8 @@ from the number of the sample alone, so a run resumes at its exact place, and tw
 each read what one rank with four would.
 """
 
+import os
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
@@ -65,10 +65,13 @@ def batch_at(
     return chunks[:, :-1], chunks[:, 1:]
 
 
-def _sources(root: Path) -> Iterator[Path]:
+def _sources(root: Path) -> list[Path]:
     """Every .py file below `root`, sorted by its path in POSIX form, so the order is the same anywhere."""
-    paths = (p for p in root.rglob("*.py") if not SKIPPED.intersection(p.relative_to(root).parts))
-    yield from sorted(paths, key=lambda p: p.relative_to(root).as_posix())
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED]
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _coprime_stride(windows: int) -> int:

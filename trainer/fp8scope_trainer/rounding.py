@@ -24,14 +24,13 @@ def uniform(indices: Tensor, *, seed: int, step: int, stream: int) -> Tensor:
 
 
 def round_e4m3(y: Tensor, random: Tensor, *, keep_nonzero: bool = False) -> Tensor:
-    """Codes (float8_e4m3fn) of y, away from zero or towards it by chance; NaN stays NaN.
+    """Codes (float8_e4m3fn) of y (fp32), away from zero or towards it by chance; NaN stays NaN.
 
     With `keep_nonzero` what is not zero gets at least the smallest code.
     """
     size = y.abs()
-    # size = mantissa * 2^exponent with mantissa in [0.5, 1): 3 more bits of mantissa are kept.
-    exponent = torch.frexp(size).exponent.clamp_min(-5)
-    quantum = torch.ldexp(torch.ones_like(size), exponent - 4)  # 2^-9 and up: the distance of neighbours
+    power = (size.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^floor(log2 size)
+    quantum = (power * 0.125).clamp_min(E4M3.smallest_subnormal)  # distance of neighbours: 3 bits of mantissa
     quotient = size / quantum
     below = quotient.floor()
     rounded = ((below + (random < quotient - below)) * quantum).clamp(max=E4M3.largest)
