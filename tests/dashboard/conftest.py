@@ -34,7 +34,7 @@ from fp8scope_protocol.wire import (
     planes_of,
 )
 
-CHROMIUM = "/usr/bin/chromium"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 START_SECONDS = 60.0
 PATIENCE_MS = 20_000
 """How long a browser waits for what must appear."""
@@ -197,10 +197,10 @@ def job(client: httpx.Client) -> Callable[..., Job]:
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # playwright keeps an event loop in this thread, which others would meet
 def browser() -> Iterator[Browser]:
-    if not Path(CHROMIUM).exists():
-        pytest.skip(f"no {CHROMIUM}")
+    if CHROMIUM is None:
+        pytest.fail("no Chromium on this machine; `make chromium` installs it or says what to do")
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=[
             "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"])

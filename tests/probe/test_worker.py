@@ -109,9 +109,11 @@ def test_submit_does_not_wait_for_a_copy_that_never_ends(open_worker: Opener, tm
     assert [batch.header.step for batch in batches] == list(range(20))
     full = sum(batch.header.layout is not None for batch in batches)
     assert 2 <= full < 20
-    assert worker.lost == {"queue full": 20 - full}
+    assert worker.lost.total() == 20 - full
+    assert worker.lost["queue full"] >= 16  # two fit; the outbox behind may be full for a further one
+    assert set(worker.lost) <= {"queue full", "outbox full"}
     assert all(batch.header.events == (NONFINITE,) for batch in batches[1:])
-    assert batches[-1].header.lost == {"queue full": 20 - full}
+    assert batches[-1].header.lost == worker.lost
 
 
 def test_events_of_dropped_steps_are_kept(
