@@ -100,7 +100,8 @@ def worst(documents: Sequence[WorstDocument]) -> Any:
     """The worst series of the metric in the newest samples."""
     if not documents:
         return html.P("Nothing was measured for this choice.", className="muted")
-    head = html.Tr([html.Th("Tensor", scope="col"), html.Th("Step", scope="col", className="number"),
+    head = html.Tr([html.Th("Tensor", scope="col"), html.Th("Orientation", scope="col"),
+                    html.Th("Step", scope="col", className="number"),
                     html.Th("Value", scope="col", className="number"),
                     html.Th("Limit", scope="col", className="number")])
     return html.Table(className="list compact", children=[
@@ -113,6 +114,7 @@ def _worst_row(one: WorstDocument) -> Any:
         one.limit is not None and one.value is not None and one.value > one.limit)
     return html.Tr([
         html.Th(_series_name(one.series), scope="row"),
+        html.Td(one.series.orientation, className="muted"),
         html.Td(count(one.step), className="number muted"),
         html.Td([html.Span("▲ ", className="bad-text", title="over the limit") if over else "",
                  number(one.value)], className="number"),
