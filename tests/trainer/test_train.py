@@ -1,6 +1,7 @@
 """`fp8scope train` from outside: its processes, its summary, its ends."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fp8scope_trainer.progress import Record
 from fp8scope_trainer.train import main
 
 COMMAND = [sys.executable, "-m", "fp8scope_trainer.train", "--no-probe"]
@@ -49,6 +51,20 @@ def test_runs_repeat_and_seeds_and_precisions_differ(capsys: pytest.CaptureFixtu
     in_bf16 = losses("--precision", "bf16")
     assert in_bf16 != base
     assert in_bf16 == pytest.approx(base, rel=0.02)
+
+
+def test_summary_has_no_nan_and_names_the_first_step_in_a_new_precision() -> None:
+    """A loss that is not finite is null and counted; a switch is noted once, at the step that ran in it."""
+    record = Record(tokens_per_step=10)
+    steps = [(3.0, "fp8"), (math.nan, "fp8"), (2.0, "shadow"), (2.5, "shadow")]
+    for step, (loss, precision) in enumerate(steps):
+        record.note_precision(step, {"layers.0": precision, "layers.1": "fp8"})
+        record.add(loss)
+    found = record.summary()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["losses"] == [3.0, None, 2.0, 2.5]
+    assert found["loss"] == {"first": 3.0, "last": 2.5, "min": 2.0, "nonfinite": 1}
+    assert found["precision_changes"] == [{"step": 2, "module": "layers.0", "precision": "shadow"}]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -45,7 +45,7 @@ class DecoderConfig:
 
 
 def demo() -> DecoderConfig:
-    """1.0 M parameters: two CPU ranks emulate a step of it, measured, in a third of a second."""
+    """1.05 M parameters: two CPU ranks take 0.3 s for a step of 512 bytes, measured without a probe."""
     return DecoderConfig(width=128, layers=4, heads=4, kv_heads=2, head_width=64, hidden=384, context=128)
 
 

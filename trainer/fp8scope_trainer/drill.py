@@ -8,6 +8,10 @@ and distorts then. In BF16 the same gain does no harm. At `released_at` the hist
     step    fault_step        fault_step + gain_steps        released_at
             |- gain grows -------------|                           |
             |- history frozen -------------------------------------|- one step later the scale fits
+
+Measured with `python benchmarks/drill.py` (demo model, attention and mlp, two seeds): saturation passes 1e-3
+three steps after the fault, distortion 5e-3 eight, GEMM error 0.08 eight or nine. Around the release the loss
+is 0.08 to 0.18 above the twin's; over the last ten steps it is anything from 0.01 below to 0.20 above.
 """
 
 from dataclasses import dataclass
