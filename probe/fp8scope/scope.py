@@ -77,8 +77,9 @@ class Scope:
         self._worker = worker
         self._layers = find_layers(model)
         self._model = model
-        self._optimizers = optimizers
-        self._explicit = False
+        self._optimizers = tuple(map(bare, optimizers))
+        self.explicit = False
+        """Whether only `step` closes steps; so from its first call on."""
         self._stepped: set[int] = set()
         """Ids of the optimizers that have stepped in the step under way."""
         self._closed = False
@@ -101,6 +102,19 @@ class Scope:
         """
         self._sentinels.log(values)
 
+    def read_gradients(self, optimizer: Optimizer) -> None:
+        """Reads the gradients of `optimizer` now, as they are before clipping, and not again when it steps.
+
+        For trainers that clip without telling the norm; others say `log(grad_norm=...)`.
+        """
+        with self._watch.guarded("optimizer"):
+            self._sentinels.read_gradients(bare(optimizer), sampled=self._watch.sampling)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer has stepped in the step under way; a gradient scaler may have skipped it."""
+        return bool(self._stepped)
+
     def step(self, n: int | None = None, *, skipped: bool = False, **values: Number) -> None:
         """Closes step `n` (None: the current one), after the optimizer's step or in its place if `skipped`.
 
@@ -111,7 +125,7 @@ class Scope:
         if self._closed:
             return
         self.log(**values)
-        self._explicit = True
+        self.explicit = True
         if n is not None:
             self.current = n
         self._close_step(skipped=skipped)
@@ -130,7 +144,7 @@ class Scope:
         """Closes the step under way if the optimizer has stepped, detaches and sends what is left."""
         if self._closed:
             return
-        if self._stepped and not self._explicit:
+        if self._stepped and not self.explicit:
             self._close_step(skipped=False)
         self._closed = True
         self.detach()
@@ -158,24 +172,26 @@ class Scope:
         return self.current % self.every == 0
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) in self._stepped and not self._explicit:
+        if id(optimizer) in self._stepped and not self.explicit:
             self._close_step(skipped=False)
         with self._watch.guarded("optimizer"):
             if self._watch.sampling:  # FSDP may have replaced parameters since
                 self._places.clear()
                 self._places.update(parameter_places(self._model))
-            self._sentinels.before_step(optimizer, sampled=self._watch.sampling)
+            if kwargs.get("closure", next(iter(args[1:]), None)) is None:  # else it has yet to compute them
+                self._sentinels.read_gradients(optimizer, sampled=self._watch.sampling)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped.add(id(optimizer))
         with self._watch.guarded("optimizer"):
+            self._sentinels.read_gradients(optimizer, sampled=self._watch.sampling)
             self._sentinels.after_step(optimizer, sampled=self._watch.sampling)
         if self._watch.sampling:
             measure_states(optimizer, self._places, self._watch)
 
     def _on_forward(self) -> None:
         """A training forward of the whole model begins."""
-        if self._stepped and not self._explicit:
+        if self._stepped and not self.explicit:
             self._close_step(skipped=False)
 
     def _close_step(self, *, skipped: bool) -> None:
@@ -256,9 +272,9 @@ def attach(
 
     A model that has a probe is refused: its layers can report to one only.
     """
-    given = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+    given = tuple(map(bare, (optimizers,) if isinstance(optimizers, Optimizer) else optimizers))
     names = tuple(formats)
-    _check_arguments(run, every, start_step, names)
+    check_arguments(run, every, start_step, names)
     _check_unattached(model)
     settings = read_settings(collector=collector, spool=None if spool is None else Path(spool))
     first = _first_step(given) if start_step is None else start_step
@@ -275,7 +291,17 @@ def attach(
     return Scope(model, given, worker=worker, every=every, formats=names, start_step=first)
 
 
-def _check_arguments(run: str, every: int, start_step: int | None, formats: tuple[str, ...]) -> None:
+def bare(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside the wrappers of Accelerate, Lightning and others, which have no step hooks."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    if not isinstance(optimizer, Optimizer):
+        raise Invalid("optimizers", type(optimizer).__name__, "must be a torch.optim.Optimizer, or wrap one")
+    return optimizer
+
+
+def check_arguments(run: str, every: int, start_step: int | None, formats: tuple[str, ...]) -> None:
+    """Refuses what `attach` could not work with."""
     check_run(run)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise Invalid("every", every, "must be a number of steps, 1 or more")

@@ -4,8 +4,9 @@ Everything stays on the device until the step closes. How numbers merge over ran
 (sums.py): squares and counts add up, extremes take the maximum. What several ranks hold alike enters with
 1 / replicas, so that a sum over ranks counts it once, under DDP, FSDP and hybrids of both.
 
-Gradients are read when `optimizer.step` begins: after unscaling, and after clipping if the job clips. A job
-that knows the norm before clipping says so with `scope.log(grad_norm=...)`, which wins.
+Gradients are read when `optimizer.step` begins: after unscaling, and after clipping if the job clips; when it
+ends if it was given a closure, which computes them. A job that knows the norm before clipping says so with
+`scope.log(grad_norm=...)`, which wins.
 
 Numbers about the update come, in every step, from the optimizer's own account (`optimizer.step_stats`) if it
 keeps one. Else they are taken in sampled steps from its exp_avg and exp_avg_sq, which costs some ten passes
@@ -39,6 +40,8 @@ class Sentinels:
         self.world = world
         self._now = SentinelSums.zeros(device)
         self._logged: set[str] = set()
+        self._read: set[int] = set()
+        """Ids of the optimizers whose gradients were read, and which have not stepped since."""
 
     def log(self, values: dict[str, Number]) -> None:
         """Numbers that the job knows. Losses average over calls; the others are the job's, on any rank."""
@@ -55,8 +58,11 @@ class Sentinels:
             else:
                 self._raise(name, self._number(value))
 
-    def before_step(self, optimizer: Optimizer, *, sampled: bool) -> None:
-        """Reads the gradients that `optimizer` is about to use."""
+    def read_gradients(self, optimizer: Optimizer, *, sampled: bool) -> None:
+        """Reads the gradients that `optimizer` is about to use, or has used; once for each of its steps."""
+        if id(optimizer) in self._read:
+            return
+        self._read.add(id(optimizer))
         if "lr" not in self._logged:
             self._raise("lr", self._number(optimizer.param_groups[0]["lr"]))
         scale = getattr(optimizer, "grad_scale", None)  # set where the optimizer unscales by itself
@@ -76,6 +82,7 @@ class Sentinels:
 
     def after_step(self, optimizer: Optimizer, *, sampled: bool) -> None:
         """Reads what the step did to the parameters."""
+        self._read.discard(id(optimizer))
         stats = getattr(optimizer, "step_stats", None)
         if stats is not None:  # this rank's own ratios: merged over ranks as means
             self._raise("update_max", self._number(stats.update_max))
@@ -97,6 +104,7 @@ class Sentinels:
         taken = SentinelSums(sums=to_host(self._now.sums), maxes=to_host(self._now.maxes))
         self._now = SentinelSums.zeros(self.device)
         self._logged.clear()
+        self._read.clear()
         return taken
 
     def _gradients(self, optimizer: Optimizer) -> dict[int, list[Tensor]]:

@@ -64,6 +64,9 @@ def steps_of(worker: MemoryWorker, model: nn.Module, optimizer: torch.optim.Opti
     for step, batch in enumerate(inputs):
         loss = model(batch).square().mean()
         loss.backward()
+        if step % 2:  # as clip_grad_norm_ returns it: a DTensor under FSDP
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            scope.log(grad_norm=nn.utils.get_total_norm(gradients))
         optimizer.step()
         optimizer.zero_grad()
         scope.step(step, loss=loss.detach())
@@ -142,7 +145,9 @@ def test_z2_what_ranks_hold_alike_is_measured_once(
 def test_z3_norms_are_those_of_the_whole_model(
     name: str, by_rank: list[dict[str, list[Step]]], alone: list[Step]
 ) -> None:
-    """Z3: gradient norm, update/weight ratio and loss over two ranks equal those of one process."""
+    """Z3: gradient norm, update/weight ratio and loss over two ranks equal those of one process.
+
+    In step 0 the probe reads the norm, in step 1 the job logs it."""
     for step in range(STEPS):
         found = merged([copy.deepcopy(rank[name][step]) for rank in by_rank])
         numbers = derive_sentinels(found.sentinels, deque())
