@@ -30,6 +30,11 @@ THIRD_PARTY = {
     "fp8scope_protocol": {"msgspec", "numpy", "zstandard"},
     "fp8scope": {"msgspec", "numpy", "zstandard", "torch", "httpx", "triton"},
 }
+INTEGRATIONS = {
+    "probe/fp8scope/huggingface.py": {"transformers"},
+    "probe/fp8scope/lightning.py": {"lightning", "pytorch_lightning"},
+}
+"""Modules that a user of that package imports by name, and nothing else of ours does."""
 PUBLIC_NAMES = {
     "fp8scope": {"Scope", "attach"},
     "fp8scope_protocol": set(),
@@ -65,11 +70,14 @@ def test_import_table(folder: str) -> None:
 
 @pytest.mark.parametrize("package", THIRD_PARTY)
 def test_base_install_is_light(package: str) -> None:
-    """The probe and the vocabulary use only what the base install brings (triton comes with CUDA torch)."""
+    """The probe and the vocabulary use only what the base install brings (triton comes with CUDA torch).
+
+    An integration uses the package it is for, too."""
     folder = next(key for key, value in FOLDERS.items() if value == package)
     for path in _sources(folder):
         foreign = {n for n in _imports(path) if n not in MAY_IMPORT and n not in sys.stdlib_module_names}
-        assert foreign <= THIRD_PARTY[package], f"{path.relative_to(ROOT)} imports {foreign}"
+        name = path.relative_to(ROOT).as_posix()
+        assert foreign <= THIRD_PARTY[package] | INTEGRATIONS.get(name, set()), f"{name} imports {foreign}"
 
 
 @pytest.mark.parametrize("package", PUBLIC_NAMES)
@@ -91,6 +99,18 @@ def test_the_vocabulary_does_not_import_torch() -> None:
         "import sys; import fp8scope_protocol.wire, fp8scope_protocol.rules, fp8scope_protocol.access; "
         "assert 'torch' not in sys.modules"
     )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_trainer_is_imported_unasked() -> None:
+    """A job that attaches the probe pays for no integration."""
+    modules = [
+        path.relative_to(ROOT / "probe").with_suffix("").as_posix().replace("/", ".")
+        for path in _sources("probe/fp8scope")
+        if path.relative_to(ROOT).as_posix() not in INTEGRATIONS and not path.stem.endswith("_kernel")
+    ]
+    theirs = set().union(*INTEGRATIONS.values())
+    code = f"import sys, {', '.join(modules)}; assert not {theirs!r} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
