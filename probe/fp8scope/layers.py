@@ -35,7 +35,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterPlace:
-    """Where a parameter belongs: the layer that owns it ("" if none is watched) and its depth."""
+    """Where a parameter belongs: the first watched layer that has it ("" if none) and its depth."""
 
     name: str
     aliases: tuple[str, ...]
@@ -73,10 +73,12 @@ def parameter_places(model: nn.Module) -> dict[int, ParameterPlace]:
     places: dict[int, ParameterPlace] = {}
     for depth, (prefix, module) in enumerate(model.named_modules()):
         for parameter in module.parameters(recurse=False):
-            if id(parameter) not in places:
+            known = places.get(id(parameter))
+            if known is None or (_is_watched(module) and not known.module):  # tied to an embedding before it
                 name, *aliases = dict.fromkeys(names[id(parameter)])
                 places[id(parameter)] = ParameterPlace(
-                    name=name, aliases=tuple(aliases), depth=depth, index=len(places),
+                    name=name, aliases=tuple(aliases), depth=depth,
+                    index=len(places) if known is None else known.index,
                     module=(canonical_name(prefix) or ROOT) if _is_watched(module) else "",
                 )
     return places

@@ -6,12 +6,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fp8scope_protocol.wire import Batch, decode_batch
+from fp8scope.spool import adopt
+from fp8scope_protocol.series import Series, decode_layout
+from fp8scope_protocol.wire import Batch, BatchHeader, Hello, decode_batch, decode_hello, is_missing
 
 PATIENCE = 30.0
 """Seconds until a test gives up waiting for something that must happen."""
@@ -89,3 +92,40 @@ def peer(tmp_path: Path) -> Iterator[Peer]:
 def until() -> Callable[[Callable[[], bool]], None]:
     """`wait_until`, for test modules."""
     return wait_until
+
+
+@dataclass(frozen=True)
+class SpooledStep:
+    """One batch that waits in a spool."""
+
+    hello: Hello
+    header: BatchHeader
+    series: tuple[Series, ...]
+    metrics: dict[tuple[str, str, str], dict[str, float]]
+    """(name, role, orientation) -> what was measured."""
+
+
+def spooled_steps(folder: Path, run: str) -> list[SpooledStep]:
+    """Everything of `run` in a spool, the oldest attempt first."""
+    found = []
+    for spool in adopt(folder, run, limit=2**30):
+        while (record := spool.peek()) is not None:
+            batch = decode_batch(record.payload)
+            layout = batch.header.layout
+            series = decode_layout(spool.layouts[layout]).series if layout is not None else ()
+            metrics: dict[tuple[str, str, str], dict[str, float]] = {
+                (one.name, one.role, one.orientation): {
+                    key: values[0, i].item() for key, values in batch.arrays.items()
+                    if not is_missing(values)[0, i]
+                } for i, one in enumerate(series)
+            }
+            found.append(SpooledStep(decode_hello(spool.hello), batch.header, series, metrics))
+            spool.ack(record)
+        spool.close()
+    return found
+
+
+@pytest.fixture
+def spooled() -> Callable[[Path, str], list[SpooledStep]]:
+    """`spooled_steps`, for test modules."""
+    return spooled_steps

@@ -94,16 +94,20 @@ def test_p2_shared_module_has_one_row_with_all_its_calls() -> None:
 
 
 def test_p2_tied_parameters_have_one_name() -> None:
-    """P2: a weight that two modules share is measured once and lists its other name."""
+    """P2: a weight that two modules share is measured once and lists its other name; so are its states."""
     model = nn.ModuleDict({"embed": nn.Embedding(10, 8), "head": nn.Linear(8, 10, bias=False)})
     model["head"].weight = model["embed"].weight
-    scope, worker = watched(model)
+    optimizer, worker = torch.optim.Adam(model.parameters()), MemoryWorker()
+    scope = Scope(model, (optimizer,), worker=worker, every=1)
     model["head"](model["embed"](torch.arange(5))).sum().backward()
+    optimizer.step()
     scope.step(0)
     layout = worker.record(0).layout
     assert layout is not None
-    (weight,) = [s for s in layout.series if s.role == "weight"]
-    assert (weight.name, weight.aliases, weight.module) == ("embed.weight", ("head.weight",), "head")
+    tied = [s for s in layout.series if s.role not in ("activation", "gradient")]
+    assert {s.role for s in tied} == {"weight", "exp_avg", "exp_avg_sq"}
+    for one in tied:
+        assert (one.name, one.aliases, one.module) == ("embed.weight", ("head.weight",), "head")
 
 
 @dataclass
