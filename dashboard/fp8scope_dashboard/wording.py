@@ -7,7 +7,7 @@ from fp8scope_protocol.documents import LayerDocument, Number, RunDocument
 EVENT_GLYPHS = {"alert": "▲", "switch": "◆", "command": "●", "gap": "▮", "other": "○"}
 _EVENT_KINDS = {
     "alert": ("alert", "stuck", "probe_error", "nonfinite"), "switch": ("switch",),
-    "command": ("command", "decision"), "gap": ("gap", "loss"),
+    "command": ("command", "decision"), "gap": ("gap", "lost"),
 }
 
 PRECISION_WORDS = {"fp8": "FP8", "bf16": "BF16", "shadow": "BF16, FP8 still measured"}

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from fp8scope.precision import joint
 from fp8scope_protocol.commands import Command, CommandReport
 
 LOG = logging.getLogger("fp8scope")
@@ -81,6 +82,7 @@ def _joint(heard: dict[int, CommandReport]) -> CommandReport:
     steps = tuple(report.step for report in reports)
     return CommandReport(
         id=worst.id, state=worst.state, step=max(steps), steps_by_rank=steps, reason=worst.reason,
+        precision=joint(report.precision for report in reports),
     )
 
 

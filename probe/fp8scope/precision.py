@@ -1,5 +1,6 @@
 """What every layer runs in, and switching it."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 
 from torch import nn
@@ -19,8 +20,10 @@ def precision_map(layers: tuple[Layer, ...]) -> tuple[ModulePrecision, ...]:
     return tuple(_precision_of(layer) for layer in layers)
 
 
-def set_precision(layers: tuple[Layer, ...], action: SetPrecision) -> None:
+def set_precision(layers: tuple[Layer, ...], action: SetPrecision) -> str:
     """Switches the named layers, all of them or, raising `Invalid`, none.
+
+    Returns what all of them run in now; empty where they differ.
 
     To be called at a step boundary, alike on all ranks. A wish for `bf16` becomes `shadow` in layers that can
     do it, so that a return to FP8 can be judged.
@@ -42,6 +45,13 @@ def set_precision(layers: tuple[Layer, ...], action: SetPrecision) -> None:
         for layer, precision in zip(chosen, before, strict=True):
             layer.set_precision(precision)
         raise Invalid("precision", action.precision, f"a layer refused it: {error}") from error
+    return joint(layer.precision for layer in chosen)
+
+
+def joint(precisions: Iterable[str]) -> str:
+    """The precision that all are; empty where they differ."""
+    found = set(precisions)
+    return found.pop() if len(found) == 1 else ""
 
 
 def _switch(layer: Switchable, precision: Precision) -> None:

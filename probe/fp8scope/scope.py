@@ -242,10 +242,10 @@ class Scope:
 
     def _apply(self, command: Command) -> CommandReport:
         try:
-            set_precision(self._layers, command.action)
+            precision = set_precision(self._layers, command.action)
         except Fp8scopeError as error:
             return CommandReport(id=command.id, state="rejected", step=self.current, reason=str(error))
-        return CommandReport(id=command.id, state="applied", step=self.current)
+        return CommandReport(id=command.id, state="applied", step=self.current, precision=precision)
 
 
 def attach(

@@ -5,6 +5,7 @@ reason) | expired. Ids grow by one per run, so the highest id is the version tha
 per-step reduction.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -33,6 +34,8 @@ class SetPrecision:
     def __post_init__(self) -> None:
         if not self.modules:
             raise Invalid("modules", self.modules, "name at least one layer")
+        if twice := [name for name, times in Counter(self.modules).items() if times > 1]:
+            raise Invalid("modules", twice[0], "name each layer once")
         if self.precision not in PRECISIONS:
             raise Invalid("precision", self.precision, f"must be one of {', '.join(PRECISIONS)}")
 
@@ -69,3 +72,5 @@ class CommandReport(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     steps_by_rank: tuple[int, ...] = ()
     reason: str = ""
+    precision: str = ""
+    """What all its layers run in since then, where that is one: `shadow`, say, if asked for `bf16`."""

@@ -10,6 +10,9 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+_SHOWN = 400
+"""Longest value in a message, in characters."""
+
 
 class Fp8scopeError(Exception):
     """Base of every error that is shown to a person as one line."""
@@ -19,7 +22,8 @@ class Invalid(Fp8scopeError, ValueError):
     """A value breaks a rule. The message names the field, the value and what is accepted."""
 
     def __init__(self, field: str, value: object, rule: str) -> None:
-        super().__init__(f"{field} = {value!r}: {rule}")
+        shown = repr(value)
+        super().__init__(f"{field} = {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '...'}: {rule}")
         self.field = field
         self.value = value
         self.rule = rule
@@ -30,7 +34,7 @@ class UnknownName(Invalid):
 
     def __init__(self, field: str, value: str, known: Iterable[str]) -> None:
         candidates = sorted(set(known))
-        self.near = get_close_matches(value, candidates, n=3, cutoff=0.4)
+        self.near = get_close_matches(value[:_SHOWN], candidates, n=3, cutoff=0.4)
         if self.near:
             rule = "matches nothing; near misses: " + ", ".join(self.near)
         else:

@@ -16,6 +16,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
+from fp8scope_protocol.commands import PRECISIONS
 from fp8scope_protocol.documents import to_number
 from fp8scope_protocol.errors import BrokenMessage, Invalid, UnknownName
 from fp8scope_protocol.metrics import HISTOGRAM_BINS, METRICS, SENTINELS
@@ -189,7 +190,7 @@ async def _account(session: AsyncSession, origin: Origin, source: Source, header
         record(session, origin, "gap", header.producer, text)
     for reason, count in header.lost.items():
         if (more := count - producer.lost.get(reason, 0)) > 0:
-            record(session, origin, "loss", header.producer, f"the probe lost {more} batches: {reason}")
+            record(session, origin, "lost", header.producer, f"the probe lost {more} batches: {reason}")
     producer.last_seq = max(producer.last_seq, header.seq)
     producer.last_step = max(producer.last_step, header.step)
     producer.lost = {reason: max(header.lost.get(reason, 0), producer.lost.get(reason, 0))
@@ -210,11 +211,13 @@ def _check(header: BatchHeader) -> None:
             raise UnknownName("sentinel", key, SENTINELS)
     for reason, count in header.lost.items():
         checked("lost", reason, limit=64)
-        if not 0 <= count < 2**63:
-            raise Invalid(f"lost {reason}", count, "must be a count")
+        if not 0 <= count <= _LARGEST_STEP:
+            raise Invalid(f"lost {reason}", count, "must be a count, at most 2^53")
     for report in header.reports:
         if not 0 < report.id <= _LARGEST_STEP or not 0 <= report.step <= _LARGEST_STEP:
             raise Invalid("report", (report.id, report.step), "must name a command and a step")
+        if report.precision and report.precision not in PRECISIONS:
+            raise UnknownName("precision", report.precision, PRECISIONS)
 
 
 def _check_planes(header: BatchHeader, known: KnownLayout) -> None:

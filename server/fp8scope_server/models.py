@@ -159,7 +159,7 @@ class Step(Base):
 class Event(Base):
     """Something that happened, in the order the collector learned of it.
 
-    `kind`: alert, decision, stuck (rules); command, switch (commands); gap, loss (batches that did not
+    `kind`: alert, decision, stuck (rules); command, switch (commands); gap, lost (batches that did not
     arrive); attempt (a new life of the run); and whatever kinds the probe sends.
     """
 

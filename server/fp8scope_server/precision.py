@@ -53,11 +53,13 @@ async def read_history(session: AsyncSession, run: str, view: View) -> History:
         for module in part.hello.get("precision", ()):
             switches[part.attempt, module["name"]].append((0, module["precision"]))
     statement = (
-        select(CommandRow.attempt_id, CommandRow.action, CommandRow.applied_step)
+        select(CommandRow.attempt_id, CommandRow.action, CommandRow.applied_step, CommandRow.reports)
         .where(CommandRow.run_id == run, CommandRow.state == "applied", CommandRow.applied_step.is_not(None))
         .order_by(CommandRow.applied_step, CommandRow.id)
     )
     for row in await session.execute(statement):
+        said = {report.get("precision") for report in row.reports.values()}
+        became = (said.pop() if len(said) == 1 else None) or row.action["precision"]
         for module in row.action["modules"]:
-            switches[row.attempt_id, module].append((row.applied_step, row.action["precision"]))
+            switches[row.attempt_id, module].append((row.applied_step, became))
     return History(dict(switches))

@@ -43,7 +43,7 @@ async def expire(session: AsyncSession, origin: Origin) -> int:
 
 async def _switch(session: AsyncSession, origin: Origin, row: CommandRow, report: CommandReport) -> None:
     """The origin's layers of the command run in something else now; say what really changed."""
-    precision = row.action["precision"]
+    precision = report.precision or row.action["precision"]
     layers = (await session.scalars(
         select(PrecisionRow)
         .where(PrecisionRow.run_id == origin.run_id, PrecisionRow.producer == origin.producer,

@@ -307,6 +307,7 @@ def test_commands_apply_two_boundaries_later() -> None:
     reports = {r.step: r.reports for r in worker.records if r.reports}
     (report,) = reports[3]
     assert (report.id, report.state, report.step) == (1, "applied", 3)
+    assert report.precision == ""  # they differ
 
 
 def test_a_command_applies_wholly_or_not_at_all() -> None:
@@ -320,6 +321,7 @@ def test_a_command_applies_wholly_or_not_at_all() -> None:
                 assert model[0].precision == "shadow"  # by the third alone
     plain, unknown, good = worker.record(2).reports
     assert (plain.state, unknown.state, good.state) == ("rejected", "rejected", "applied")
+    assert (plain.precision, good.precision) == ("", "shadow")
     assert "computes in one precision only" in plain.reason
     assert "near misses: 0" in unknown.reason
 

@@ -179,11 +179,20 @@ def test_gaps_and_losses_are_recorded(job: Jobs, rows: Rows) -> None:
     events = rows("SELECT kind, step, text FROM events WHERE run_id = %s ORDER BY id", run)
     assert events == [
         ("gap", 4, "batches 1 to 3 (3) did not come before this one"),
-        ("loss", 4, "the probe lost 3 batches: spool full"),
-        ("loss", 5, "the probe lost 1 batches: spool full"),
-        ("loss", 5, "the probe lost 1 batches: rejected")]
+        ("lost", 4, "the probe lost 3 batches: spool full"),
+        ("lost", 5, "the probe lost 1 batches: spool full"),
+        ("lost", 5, "the probe lost 1 batches: rejected")]
     assert rows("SELECT last_seq, lost FROM producers WHERE run_id = %s", run) == [
         (5, {"spool full": 4, "rejected": 1})]
+
+
+def test_counts_of_lost_batches_stay_numbers_that_json_can_hold(job: Jobs, client: httpx.Client) -> None:
+    """A count over 2^53 is refused, so that the sum over producers can be read by everyone."""
+    one = job()
+    run = one.start()
+    assert one.post(one.encode(0, lost={"rejected": 2**53 + 1})).status_code == 422
+    one.send(0, lost={"rejected": 2**53})
+    assert client.get(f"/runs/{run}").json()["lost"] == {"rejected": 2**53}
 
 
 def test_c7_the_senders_clock_is_data_only(job: Jobs, rows: Rows) -> None:

@@ -68,6 +68,32 @@ def test_a_bad_layer_goes_to_bf16_and_comes_back(started: Any, client: httpx.Cli
         ("decision", 4, "layers.0"), ("switch", 6, "layers.0")]
 
 
+def test_what_a_layer_really_runs_in_is_what_the_report_says(started: Any, client: httpx.Client) -> None:
+    """Asked for bf16, the layer runs shadow: the layers, the event and the cell say so. An unknown word is
+    refused, with all of its batch."""
+    one, run = started()
+    one.send(1, one.values(layers_0=0.5))
+    wrong = one.encode(3, reports=(CommandReport(id=1, state="applied", step=3, precision="bf61"),))
+    assert one.post(wrong).json()["near"] == ["bf16"]
+    one.send(3, one.values(), reports=(CommandReport(id=1, state="applied", step=3, precision="shadow"),))
+    layers = {layer["name"]: layer["running"] for layer in client.get(f"/runs/{run}/layers").json()}
+    assert layers["layers.0"] == "shadow"
+    [switch] = [one for one in client.get(f"/runs/{run}/events").json() if one["kind"] == "switch"]
+    assert switch["text"].startswith("fp8 -> shadow (command 1")
+    assert client.get(f"/runs/{run}/cell", params={"series": 0, "step": 3}).json()["precision"] == "shadow"
+    assert client.get(f"/runs/{run}").json()["layers_in_bf16"] == 2
+
+
+def test_a_command_names_each_layer_once(started: Any, client: httpx.Client) -> None:
+    """100,000 times the same layer is refused by name in a short answer; so is a name without end."""
+    _, run = started()
+    for modules in (["layers.0"] * 100_000, ["x" * 1_000_000]):
+        answer = client.post(f"/runs/{run}/commands",
+                             json={"action": {"modules": modules, "precision": "bf16"}})
+        assert answer.status_code == 422
+        assert len(answer.content) < 2000
+
+
 def test_f3_one_switch_is_one_event_whatever_the_number_of_ranks(started: Any, client: httpx.Client) -> None:
     """A report from 64 ranks, and its repetition in a later batch, make one event and keep all steps."""
     one, run = started()
