@@ -1,9 +1,13 @@
 """The console: bad input is one clear line and exit code 2."""
 
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +36,7 @@ def test_help_lists_every_command() -> None:
         (["train", "--no-probe", "--drill", "frozen-amax", "--drill-block", "layers.9"], "layers."),
         (["demo", "--steps", "12"], "must be at least"),
         (["up", "--port", "99999"], "must be 1 to 65535"),
+        (["up", "--port", "18050", "--dashboard-port", "18050"], "must not be the port of the collector"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], said: str, tmp_path: Path) -> None:
@@ -53,3 +58,50 @@ def test_a_port_in_use_names_the_port_and_the_option(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith(f"fp8scope up: port = {port}: cannot listen there")
     assert "--port" in done.stderr
+
+
+def test_a_home_that_cannot_be_written_is_one_line() -> None:
+    """`up` names the file and what to set."""
+    done = _run("up", "--port", "18050", "--dashboard-port", "18051", FP8SCOPE_HOME="/dev/null/x")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "'/dev/null/x/token': cannot be written" in done.stderr
+    assert "FP8SCOPE_HOME" in done.stderr
+
+
+def test_up_ends_when_one_of_its_services_does(short_home: Path) -> None:
+    """The collector is killed: `up` says so, ends the dashboard and returns 2."""
+    up = subprocess.Popen(
+        [sys.executable, "-m", "fp8scope.cli", "up", "--port", str(_free_port()), "--dashboard-port",
+         str(_free_port())], env=os.environ | {"FP8SCOPE_HOME": str(short_home)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with up:
+        assert up.stdout is not None
+        assert up.stdout.readline().startswith("dashboard")
+        [collector] = [pid for pid in _children(up.pid) if b"fp8scope_server.serve" in
+                       Path(f"/proc/{pid}/cmdline").read_bytes()]
+        dashboard = [pid for pid in _children(up.pid) if pid != collector]
+        os.kill(collector, signal.SIGKILL)
+        _, said = up.communicate(timeout=90)
+    assert up.returncode == 2
+    assert said.startswith("fp8scope up: the collector ended with code -9")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in dashboard)
+
+
+@pytest.fixture
+def short_home() -> Iterator[Path]:
+    """A data home that the database server can enter."""
+    home = Path(tempfile.mkdtemp(prefix="fp8scope-test-", dir="/tmp"))
+    home.chmod(0o755)
+    yield home
+    shutil.rmtree(home)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -12,11 +12,14 @@ import hmac
 import json
 import os
 import secrets
+import tempfile
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from fp8scope_protocol.errors import Invalid
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -48,7 +51,7 @@ def read_token() -> str | None:
         return token
     try:
         return token_path().read_text(encoding="ascii").strip() or None
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None
 
 
@@ -57,15 +60,24 @@ def ensure_token() -> str:
     if token := read_token():
         return token
     path = token_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
     token = "f8s_" + secrets.token_urlsafe(32)
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:  # another process was first
-        return ensure_token()
-    with os.fdopen(handle, "w", encoding="ascii") as file:
-        file.write(token + "\n")
-    return token
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".token-")  # mode 0600
+        try:
+            with os.fdopen(handle, "w", encoding="ascii") as file:
+                file.write(token + "\n")
+            os.link(draft, path)  # whole or not at all, and never over another process's
+        finally:
+            os.unlink(draft)
+        return token
+    except FileExistsError:
+        if token := read_token() or "":
+            return token
+        raise Invalid("token file", str(path), "holds no token; remove it") from None
+    except OSError as error:
+        raise Invalid("token file", str(path), f"cannot be written ({error.strerror}); set FP8SCOPE_HOME to "
+                      "a folder that this user may write") from None
 
 
 def bearer(headers: dict[bytes, bytes]) -> str | None:
@@ -81,8 +93,19 @@ def bearer(headers: dict[bytes, bytes]) -> str | None:
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without its port and in lower case."""
-    return (urlsplit(f"//{host}").hostname or "").lower()
+    """The name in a Host header, without its port and in lower case; empty where it has none."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:  # half an IPv6 address
+        return ""
+
+
+def _place(origin: str) -> str:
+    """The host and port in an Origin header; empty where it has none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 class Guard:
@@ -120,7 +143,7 @@ class Guard:
         if host not in self.hosts:
             return 421, f"unknown Host {host!r}; accepted: {', '.join(sorted(self.hosts))}"
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if origin and urlsplit(origin).netloc != headers.get(b"host", b"").decode("latin-1"):
+        if origin and _place(origin) != headers.get(b"host", b"").decode("latin-1"):
             return 403, f"foreign Origin {origin!r}"
         if scope["path"] in self.open_paths:
             return None

@@ -124,9 +124,13 @@ def matching_names(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _parts_match(pattern: Sequence[str], parts: Sequence[str]) -> bool:
-    if not pattern:
-        return not parts
-    head, rest = pattern[0], pattern[1:]
-    if head == "**":
-        return any(_parts_match(rest, parts[i:]) for i in range(len(parts) + 1))
-    return bool(parts) and head in ("*", parts[0]) and _parts_match(rest, parts[1:])
+    """Follows all ways at once: a pattern of many `**` has more ways than can be tried one by one."""
+    ends = {0}
+    for head in pattern:
+        if head == "**":
+            ends = set(range(min(ends), len(parts) + 1))
+        else:
+            ends = {end + 1 for end in ends if end < len(parts) and head in ("*", parts[end])}
+        if not ends:
+            return False
+    return len(parts) in ends

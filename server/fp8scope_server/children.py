@@ -8,7 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
+
+from fp8scope_protocol.errors import Fp8scopeError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -24,9 +26,8 @@ class Child:
                  environment: dict[str, str] | None = None) -> None:
         self.name = name
         self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
-        with log.open("wb") as output:
+        with _opened(log) as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
@@ -58,6 +59,15 @@ class Child:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self.stop()
+
+
+def _opened(log: Path) -> BinaryIO:
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return log.open("wb")
+    except OSError as error:
+        raise Fp8scopeError(f"cannot write {log} ({error.strerror}); set FP8SCOPE_HOME to a folder that this "
+                            "user may write") from None
 
 
 def _die_with(parent: int) -> None:

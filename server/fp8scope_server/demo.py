@@ -152,7 +152,7 @@ def main(argv: list[str]) -> int:
         if options.no_serve:
             return 1 if missing else 0
         console.print(f"the dashboard stays at {found.login}\nCtrl-C ends everything", soft_wrap=True)
-        wait_for_interrupt()
+        wait_for_interrupt(found.children)
     return 0
 
 

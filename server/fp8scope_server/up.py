@@ -6,9 +6,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 
@@ -27,6 +27,7 @@ class Services:
     collector: str
     dashboard: str
     token: str
+    children: tuple[Child, ...] = ()
 
     @property
     def login(self) -> str:
@@ -46,6 +47,8 @@ def services(*, port: int, dashboard_port: int) -> Iterator[Services]:
         raise Fp8scopeError("the dashboard is not installed; pip install 'fp8scope[dashboard]'")
     for name, number in (("port", port), ("dashboard-port", dashboard_port)):
         _check_free(name, number)
+    if port == dashboard_port:
+        raise Invalid("dashboard-port", dashboard_port, "must not be the port of the collector")
     found = Services(collector=f"http://127.0.0.1:{port}", dashboard=f"http://127.0.0.1:{dashboard_port}",
                      token=ensure_token())
     logs = data_home() / "logs"
@@ -57,16 +60,19 @@ def services(*, port: int, dashboard_port: int) -> Iterator[Services]:
                                 "FP8SCOPE_DASHBOARD_PORT": str(dashboard_port),
                                 "FP8SCOPE_COLLECTOR": found.collector}) as dashboard:
             _wait(dashboard, found.dashboard)
-            yield found
+            yield replace(found, children=(collector, dashboard))
 
 
-def wait_for_interrupt() -> None:
-    """Return at the first SIGINT or SIGTERM."""
+def wait_for_interrupt(children: Sequence[Child]) -> None:
+    """Return at the first SIGINT or SIGTERM; raise when one of `children` ends by itself."""
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
-    while not stopped.wait(3600):
-        pass
+    while not stopped.wait(1):
+        for child in children:
+            if not child.running and not stopped.is_set():
+                raise Fp8scopeError(f"the {child.name} ended with code {child.process.returncode}; what it "
+                                    f"stored is kept; its log {child.log} ends with:\n" + child.last_lines())
 
 
 def raise_on_terminate() -> None:
@@ -113,5 +119,5 @@ def main(argv: list[str]) -> int:
     raise_on_terminate()
     with services(port=options.port, dashboard_port=options.dashboard_port) as found:
         print(f"dashboard  {found.login}\ncollector  {found.collector}\nCtrl-C ends both", flush=True)
-        wait_for_interrupt()
+        wait_for_interrupt(found.children)
     return 0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fp8scope_protocol import access
+from fp8scope_protocol.errors import Invalid
 
 
 def _scope(headers: dict[str, str], path: str = "/x", kind: str = "http") -> access.Scope:
@@ -35,6 +36,9 @@ GOOD = {"host": "127.0.0.1:8050", "authorization": "Bearer secret"}
         (GOOD | {"authorization": "Basic secret"}, 401),
         (GOOD | {"host": "attacker.example:8050"}, 421),
         (GOOD | {"host": ""}, 421),
+        (GOOD | {"host": "["}, 421),
+        (GOOD | {"host": "a]b"}, 421),
+        (GOOD | {"origin": "http://["}, 403),
         (GOOD | {"origin": "http://attacker.example"}, 403),
         (GOOD | {"origin": "http://127.0.0.1:9999"}, 403),
         (GOOD | {"origin": "null"}, 403),
@@ -62,3 +66,17 @@ def test_token_file_is_private_and_stable(tmp_path: Path, monkeypatch: pytest.Mo
     assert access.ensure_token() == token == access.read_token()
     assert stat.S_IMODE((tmp_path / "deep" / "token").stat().st_mode) == 0o600
     assert len(token) > 40
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", "t\u00f6k".encode()])
+def test_a_token_file_without_a_token_is_named(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty or garbled file is refused in one line; it is neither used nor overwritten."""
+    monkeypatch.delenv("FP8SCOPE_TOKEN", raising=False)
+    monkeypatch.setenv("FP8SCOPE_TOKEN_FILE", str(tmp_path / "token"))
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(Invalid, match="holds no token; remove it"):
+        access.ensure_token()
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]
+    assert (tmp_path / "token").read_bytes() == content

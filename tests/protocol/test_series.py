@@ -37,6 +37,15 @@ def test_patterns_match_whole_parts() -> None:
     assert matching_names("layers.1.**", names) == ["layers.1", "layers.1.w1"]
     assert matching_names("**.w1", names) == ["layers.1.w1"]
     assert matching_names("layers", names) == []
+    assert matching_names("**.**.1.**.**", names) == ["layers.1", "layers.1.w1"]
+    assert matching_names("**", [*names, "layers"]) == [*names, "layers"]
+
+
+def test_a_pattern_of_many_stars_is_matched_at_once() -> None:
+    """40 times `**` against 128 parts: more ways than could be tried in a lifetime."""
+    deep = ".".join(["a"] * 128)
+    assert matching_names("**." * 40 + "b", [deep]) == []
+    assert matching_names("**." * 40 + "a", [deep]) == [deep]
 
 
 def test_layout_id_depends_on_order_and_content_only() -> None:
