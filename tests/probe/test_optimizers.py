@@ -1,14 +1,18 @@
 """Optimizers as trainers use them: steps with a closure, wrapped optimizers, clipping in between."""
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 import fp8scope
+from fp8scope.hosted import HostedScope
 from fp8scope.scope import Scope
 from fp8scope.testing import MemoryWorker
 from fp8scope_protocol.errors import Invalid
@@ -138,3 +142,23 @@ def test_an_optimizer_that_steps_twice_is_read_twice() -> None:
             optimizer.step()
         scope.step(1)
     assert worker.sentinels(1)["nonfinite_count"] > 0
+
+
+def test_a_step_that_a_scaler_skipped_is_marked(tmp_path: Path, spooled: Any) -> None:
+    """A trainer counts it; the optimizer inside the wrapper has not stepped."""
+    model = network()
+    Accelerator(cpu=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    optimizer = AcceleratedOptimizer(torch.optim.AdamW(model.parameters()), scaler=scaler)
+    hosted = HostedScope({"run": "a", "every": 1, "collector": "offline", "spool": tmp_path})
+    hosted.begin(model, (optimizer,), step=0)
+    for step, factor in enumerate((1.0, math.inf, 1.0)):
+        scaler.scale(model(batches()[0]).square().mean() * factor).backward()
+        optimizer.step()
+        assert optimizer.step_was_skipped == (step == 1)
+        optimizer.zero_grad()
+        hosted.step(step)
+    hosted.end()
+    assert [(step.header.step, step.header.skipped) for step in spooled(tmp_path, "a")] == [
+        (0, False), (1, True), (2, False)]
+    assert not model[0]._forward_pre_hooks
