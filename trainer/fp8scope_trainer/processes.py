@@ -1,5 +1,6 @@
 """The processes of a training job: starting N ranks, joining them, stopping all at one step."""
 
+import logging
 import os
 import signal
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -115,6 +117,20 @@ def stop_signal() -> Iterator[StopSignal]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends a rank without the interpreter's teardown.
+
+    A gloo thread frees the tensors of finished work, for which it needs the GIL, whenever it comes to it, and
+    nothing joins it as long as FSDP holds its group. Python ends threads that ask for the GIL while it
+    finalizes, torch turns that into an abort, and a job that had done everything failed: 1 exit in 15 on two
+    busy cores.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _device(ranks: int, local_rank: int) -> torch.device:

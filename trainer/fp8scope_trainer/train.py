@@ -21,7 +21,7 @@ from fp8scope_trainer.data import Corpus, batch_at, standard_library
 from fp8scope_trainer.decoder import Decoder
 from fp8scope_trainer.history import advance_histories
 from fp8scope_trainer.options import TrainOptions, parse
-from fp8scope_trainer.processes import StopSignal, World, joined, launch, launched, stop_signal
+from fp8scope_trainer.processes import StopSignal, World, joined, launch, launched, leave, stop_signal
 from fp8scope_trainer.progress import Record, display, print_summary
 from fp8scope_trainer.shard import shard
 
@@ -171,4 +171,4 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
