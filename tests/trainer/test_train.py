@@ -122,5 +122,5 @@ def test_a_rank_leaves_with_its_output_and_without_teardown() -> None:
         "import atexit, sys; from fp8scope_trainer.processes import leave; "
         "atexit.register(print, 'teardown'); sys.stdout.write('said'); leave(7)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (7, "said")
