@@ -162,6 +162,22 @@ def test_optimizers_that_step_by_hand(train: Train, spooled: Any, tmp_path: Path
         "network.0.weight", "network.2.weight"}
 
 
+def test_a_step_that_the_scaler_skips_is_marked(train: Train, spooled: Any, tmp_path: Path) -> None:
+    """FP16 with a loss scale: gradients are read unscaled; Lightning counts the skipped step, and so do we."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=1000)
+    train("a", plugins=[MixedPrecision("16-mixed", "cpu", scaler)], max_steps=20)
+    steps = spooled(tmp_path / "spool", "a")
+    assert [step.header.step for step in steps] == list(range(20))
+    skipped = [step.header.skipped for step in steps]
+    assert skipped == sorted(skipped, reverse=True)
+    assert 0 < sum(skipped) < 20
+    for step in steps:
+        assert (step.header.sentinels["nonfinite_count"] > 0) == step.header.skipped
+        assert step.header.skipped or 0 < step.header.sentinels["grad_norm"] < 10
+
+
 def test_a_resumed_training_goes_on_counting(train: Train, spooled: Any, tmp_path: Path) -> None:
     """From a checkpoint after step 1 the first number is 2, and the run is continued."""
     _, trainer = train("a", max_steps=2, rows=2 * ACCUMULATE * ROWS)
