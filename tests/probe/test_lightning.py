@@ -163,7 +163,7 @@ def test_optimizers_that_step_by_hand(train: Train, spooled: Any, tmp_path: Path
 
 
 def test_a_step_that_the_scaler_skips_is_marked(train: Train, spooled: Any, tmp_path: Path) -> None:
-    """FP16 with a loss scale: gradients are read unscaled; Lightning counts the skipped step, and so do we."""
+    """FP16 with a loss scale: gradients are read unscaled; Lightning counts the skipped step, so do we."""
     from lightning.pytorch.plugins import MixedPrecision
 
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=1000)
