@@ -1,6 +1,8 @@
 """The collector's database: embedded or given, migrated before use."""
 
+import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from functools import partial
@@ -19,6 +21,10 @@ from fp8scope_server.settings import ServerSettings
 
 _MIGRATION_LOCK = 0x6670387363  # any number that only we use
 _READERS = 8
+_LOOK_SECONDS = 0.5
+_RETRY_SECONDS = 2.0
+
+LOG = logging.getLogger("fp8scope")
 
 
 class Database:
@@ -41,17 +47,42 @@ async def open_database(settings: ServerSettings) -> AsyncIterator[Database]:
     thread that starts it, so that must not be a thread of a pool.
     """
     with ExitStack() as stack:
-        url = settings.database_url
+        url, embedded = settings.database_url, None
         if url is None:
-            url = stack.enter_context(EmbeddedPostgres(settings.home)).url()
+            embedded = stack.enter_context(EmbeddedPostgres(settings.home))
+            url = embedded.url()
         engine = create_async_engine(
             url, pool_size=settings.writers + _READERS, max_overflow=0,
             json_serializer=partial(json.dumps, allow_nan=False, separators=(",", ":")))
+        keeper = None
         try:
             await migrate(engine)
+            if embedded is not None:
+                keeper = asyncio.create_task(_keep_alive(embedded, engine))
             yield Database(engine)
         finally:
+            if keeper is not None:
+                keeper.cancel()
             await engine.dispose()
+
+
+async def _keep_alive(embedded: EmbeddedPostgres, engine: AsyncEngine) -> None:
+    """Start the embedded server again whenever it has died; until it answers, requests get a 503.
+
+    The event loop waits meanwhile, for the reason that `open_database` gives.
+    """
+    while True:
+        await asyncio.sleep(_LOOK_SECONDS)
+        if not embedded.died:
+            continue
+        LOG.error("PostgreSQL has ended unexpectedly; starting it again")
+        try:
+            embedded.restart()
+        except Fp8scopeError as error:  # what its children held may not be free yet, or the disk is full
+            LOG.error("%s", error)
+            await asyncio.sleep(_RETRY_SECONDS)
+        else:
+            await engine.dispose()  # connections to the server that died
 
 
 async def migrate(engine: AsyncEngine) -> None:

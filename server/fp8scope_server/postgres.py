@@ -77,6 +77,15 @@ class EmbeddedPostgres:
         """Process id of the server, for its owner."""
         return self._process.pid if self._process else None
 
+    @property
+    def died(self) -> bool:
+        """True when the server is ours and has ended without being asked to."""
+        return self._process is not None and self._process.poll() is not None
+
+    def restart(self) -> None:
+        """Start a server that died again, in the thread that started it first; it recovers by its log."""
+        self._start_as_owner(account(self.data))
+
     def url(self, database: str = DATABASE) -> URL:
         """Address of a database of this server, for SQLAlchemy."""
         query = {"host": str(self._socket)}

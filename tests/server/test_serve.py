@@ -83,6 +83,27 @@ def test_acknowledged_batches_outlive_sigkill_and_a_clean_stop(folder: Path) -> 
         assert client.get("/runs/kept").json()["batches"] == 2
 
 
+def test_a_killed_database_is_started_again_and_keeps_what_was_acknowledged(folder: Path) -> None:
+    """SIGKILL of PostgreSQL under a running collector: a refusal for a moment, then everything is there."""
+    with serving(folder, free_port()) as (process, client):
+        job = Job(client=client, run="kept")
+        job.start()
+        job.send(0, job.values())
+        pid = int((folder / "postgres" / "data" / "postmaster.pid").read_text().split("\n")[0])
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        answers = []
+        while (reply := job.post(job.last)).status_code != 200:
+            answers.append(reply.status_code)
+            assert time.monotonic() < deadline, answers
+            time.sleep(0.1)
+        assert set(answers) <= {503}
+        assert reply.json()["duplicate"] is True
+        job.send(1, job.values())
+        assert client.get("/runs/kept").json()["batches"] == 2
+        assert process.poll() is None
+
+
 def test_a_used_port_is_one_line_and_exit_code_2(folder: Path) -> None:
     """The line names the variable and the port; no database is started for it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
