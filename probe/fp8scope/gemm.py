@@ -69,4 +69,4 @@ def _quantize_weight(weight: Tensor, element: Format, scales: Tensor | None) -> 
 def _power_of_two(x: Tensor) -> Tensor:
     """A power of two near the largest finite |x|."""
     _, exponent = torch.frexp(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0).abs().amax())
-    return torch.ldexp(torch.ones((), device=x.device), exponent.clamp(-125, 127))
+    return torch.ldexp(torch.ones((), dtype=torch.float32, device=x.device), exponent.clamp(-125, 127))

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8scope.gemm import gemm_error
 from fp8scope.inert import Inert, InertObserver
-from fp8scope.layers import Layer
+from fp8scope.layers import Layer, weight_of
 from fp8scope.roundtrip import channel_outlier_ratio
 from fp8scope.sharding import is_measured_here
 from fp8scope.sums import MAX_COLUMNS
@@ -183,9 +183,9 @@ class InSituObserver(InertObserver):
 
 def _measure_operands(probe: LayerProbe, module: nn.Module, inputs: Any) -> None:
     """Inputs of a plain linear; its weight and the error of the product in the first call of a step."""
-    weight, watch, name = module.weight, probe.watch, probe.layer.name
-    if not isinstance(weight, Tensor):
-        watch.unobserved(name, "the layer has no weight")
+    weight, watch, name = weight_of(module), probe.watch, probe.layer.name
+    if weight is None:
+        watch.unobserved(name, "no weight that can be read without computing it (parametrized)")
         return
     found = [x for x in tensors_in(inputs) if x.is_floating_point() and x.shape[-1:] == weight.shape[-1:]]
     if not found:
@@ -213,10 +213,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     pending = [value]
     while pending:
         one = pending.pop(0)
+        if id(one) in seen:  # also containers: some hold themselves
+            continue
+        seen.add(id(one))
         if isinstance(one, Tensor):
-            if id(one) not in seen:
-                seen.add(id(one))
-                yield one
+            yield one
         elif isinstance(one, Mapping):
             pending += one.values()
         elif isinstance(one, list | tuple):

@@ -14,7 +14,7 @@ from typing import Any, Required, TypedDict
 from torch import nn
 from torch.optim import Optimizer
 
-from fp8scope.scope import Scope, attach, check_arguments
+from fp8scope.scope import Scope, attach, check_arguments, format_names
 from fp8scope.sentinels import Number
 from fp8scope.settings import read_settings
 
@@ -40,7 +40,7 @@ class HostedScope:
         call = signature(attach).bind(nn.Identity(), start_step=None, **options)
         call.apply_defaults()
         self._options: dict[str, Any] = dict(options)
-        self._options["formats"] = formats = tuple(call.arguments["formats"])
+        self._options["formats"] = formats = format_names(call.arguments["formats"])
         check_arguments(call.arguments["run"], call.arguments["every"], None, formats)
         read_settings(**{name: call.arguments[name] for name in ("collector", "spool")})
         self._told = False

@@ -5,9 +5,11 @@ checkpointing and compilation. A module or parameter that is registered several 
 lists the others as aliases. Depth is the place in the order of registration.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fp8scope.inert import can_report
 from fp8scope_protocol.series import canonical_name
@@ -46,9 +48,7 @@ class ParameterPlace:
 
 def find_layers(model: nn.Module) -> tuple[Layer, ...]:
     """Every `nn.Linear` and every module that can report by itself, in order of registration."""
-    names: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(canonical_name(name) or ROOT)
+    names = _module_names(model)
     places = parameter_places(model)
     layers: list[Layer] = []
     for depth, module in enumerate(model.modules()):
@@ -56,7 +56,7 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
             continue
         name, *aliases = dict.fromkeys(names[id(module)])
         own = f"{name}.weight" if name != ROOT else "weight"
-        place = places.get(id(getattr(module, "weight", None)))
+        place = places.get(id(weight_of(module)))
         layers.append(Layer(
             name=name, module=module, depth=depth, index=len(layers), aliases=tuple(aliases),
             weight_name=place.name if place else own, weight_aliases=place.aliases if place else (),
@@ -65,13 +65,19 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
+def weight_of(module: nn.Module) -> Tensor | None:
+    """The weight as it lies there. A parametrized one is a property that computes, which may draw random
+    numbers or, for spectral norm, move the job's own buffers: it is left alone."""
+    weight = module._parameters.get("weight", vars(module).get("weight"))
+    return weight if isinstance(weight, Tensor) else None
+
+
 def parameter_places(model: nn.Module) -> dict[int, ParameterPlace]:
     """Every parameter of `model` by id. Ids change when FSDP shards: call again, do not keep."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(canonical_name(name))
+    names = _names(model.named_parameters(remove_duplicate=False))
+    modules = _module_names(model)
     places: dict[int, ParameterPlace] = {}
-    for depth, (prefix, module) in enumerate(model.named_modules()):
+    for depth, module in enumerate(model.modules()):
         for parameter in module.parameters(recurse=False):
             known = places.get(id(parameter))
             if known is None or (_is_watched(module) and not known.module):  # tied to an embedding before it
@@ -79,7 +85,7 @@ def parameter_places(model: nn.Module) -> dict[int, ParameterPlace]:
                 places[id(parameter)] = ParameterPlace(
                     name=name, aliases=tuple(aliases), depth=depth,
                     index=len(places) if known is None else known.index,
-                    module=(canonical_name(prefix) or ROOT) if _is_watched(module) else "",
+                    module=modules[id(module)][0] if _is_watched(module) else "",
                 )
     return places
 
@@ -94,9 +100,26 @@ def find_unobserved(model: nn.Module) -> tuple[Unobserved, ...]:
     )
 
 
+def _module_names(model: nn.Module) -> dict[int, list[str]]:
+    return _names((name, module) for name, module in model.named_modules(remove_duplicate=False)
+                  if _is_watched(module))
+
+
+def _names(named: Iterable[tuple[str, object]]) -> dict[int, list[str]]:
+    """Canonical names by id. Where two would share one (a part of the model is itself called `module`), one
+    of them keeps its prefix."""
+    pairs = [(name, canonical_name(name) or ROOT, id(one)) for name, one in named]
+    owners = {short: owner for name, short, owner in pairs if name == short}
+    found: dict[int, list[str]] = {}
+    for name, short, owner in pairs:
+        mine = owners.setdefault(short, owner) == owner
+        found.setdefault(owner, []).append(short if mine else name)
+    return found
+
+
 def _is_watched(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or can_report(module)
 
 
 def _is_matrix(parameter: Tensor) -> bool:
-    return parameter.dim() >= 2
+    return is_lazy(parameter) or parameter.dim() >= 2

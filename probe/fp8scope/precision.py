@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from torch import nn
 
-from fp8scope.layers import Layer
+from fp8scope.layers import Layer, weight_of
 from fp8scope.observer import Switchable
 from fp8scope_protocol.commands import Precision, SetPrecision
 from fp8scope_protocol.errors import Invalid, UnknownName
@@ -66,7 +66,7 @@ def _precision_of(layer: Layer) -> ModulePrecision:
     module = layer.module
     if isinstance(module, Switchable):
         return ModulePrecision(name=layer.name, precision=module.precision, switchable=True)
-    dtype = str(getattr(getattr(module, "weight", None), "dtype", "unknown"))
+    dtype = str(getattr(weight_of(module), "dtype", "unknown"))
     return ModulePrecision(name=layer.name, precision=DTYPE_NAMES.get(dtype, dtype), reason=_why_not(module))
 
 

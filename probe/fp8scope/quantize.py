@@ -121,7 +121,7 @@ def decode(codes: Tensor) -> Tensor:
     """Codes as fp32. On the CPU a table of the 256 codes is twice as fast as the cast."""
     if codes.device.type != "cpu" or codes.element_size() > 1:
         return codes.float()
-    table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).float()
+    table = torch.arange(256, dtype=torch.uint8, device=codes.device).view(codes.dtype).float()
     return table.take(codes.view(torch.uint8).long())
 
 

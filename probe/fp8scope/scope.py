@@ -17,14 +17,16 @@ import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from importlib.metadata import version
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -85,7 +87,7 @@ class Scope:
         self._closed = False
         self._awaited: deque[int] = deque()
         self._reports: list[CommandReport] = []
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = _device_of(model)
         self._watch = Watch(Rows(device), formats=tuple(parse_format(name) for name in formats),
                             rank=worker.rank, world=worker.world)
         self._sentinels = Sentinels(device, world=worker.world)
@@ -120,14 +122,14 @@ class Scope:
 
         From the first call on only these calls close steps. Further arguments are those of `log`.
         """
-        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 0):
+        if n is not None and not _is_whole(n, least=0):
             raise Invalid("n", n, "must be a step number, 0 or more, or None for the current step")
         if self._closed:
             return
         self.log(**values)
         self.explicit = True
         if n is not None:
-            self.current = n
+            self.current = int(n)
         self._close_step(skipped=skipped)
 
     def detach(self) -> None:
@@ -148,6 +150,9 @@ class Scope:
             self._close_step(skipped=False)
         self._closed = True
         self.detach()
+        if self._reports:  # on what was applied at the last boundary
+            self._worker.submit(StepRecord(step=self.current, sentinels=SentinelSums.zeros(),
+                                           reports=tuple(self._reports)))
         self._worker.close()
 
     def __enter__(self) -> Self:
@@ -228,8 +233,8 @@ class Scope:
         ran, gradients = self._watch.ran, self._watch.gradients
         for layer in self._layers:
             if layer.name not in ran:
-                self._watch.unobserved(layer.name, f"did not run in step {step}: unused, or compiled before "
-                                                   "the probe was attached")
+                self._watch.unobserved(layer.name, f"did not run in step {step}: unused, in evaluation mode, "
+                                                   "in torch.func, or compiled before the probe was attached")
             elif not layer.in_situ and layer.name not in gradients:
                 self._watch.unobserved(layer.name, "gradient not observed: no output had one")
 
@@ -272,12 +277,15 @@ def attach(
 
     A model that has a probe is refused: its layers can report to one only.
     """
-    given = tuple(map(bare, (optimizers,) if isinstance(optimizers, Optimizer) else optimizers))
-    names = tuple(formats)
+    if not isinstance(model, nn.Module):
+        raise Invalid("model", type(model).__name__, "must be a torch.nn.Module")
+    given = tuple(map(bare, optimizers if isinstance(optimizers, Iterable) else (optimizers,)))
+    names = format_names(formats)
     check_arguments(run, every, start_step, names)
+    every = int(every)
     _check_unattached(model)
-    settings = read_settings(collector=collector, spool=None if spool is None else Path(spool))
-    first = _first_step(given) if start_step is None else start_step
+    settings = read_settings(collector=collector, spool=spool)
+    first = _first_step(given) if start_step is None else int(start_step)
     ranks = join_ranks(
         repr((run, every, names, remote_control, resume, first)),
         handshake_seconds=settings.handshake_seconds, reduce_seconds=settings.reduce_seconds,
@@ -300,17 +308,29 @@ def bare(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def format_names(formats: Iterable[str]) -> tuple[str, ...]:
+    """Each name once; a single one may stand for itself."""
+    if not isinstance(formats, Iterable):
+        raise Invalid("formats", formats, "must be names of formats")
+    return (formats,) if isinstance(formats, str) else tuple(dict.fromkeys(formats))
+
+
 def check_arguments(run: str, every: int, start_step: int | None, formats: tuple[str, ...]) -> None:
     """Refuses what `attach` could not work with."""
     check_run(run)
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    if not _is_whole(every, least=1):
         raise Invalid("every", every, "must be a number of steps, 1 or more")
-    if start_step is not None and start_step < 0:
-        raise Invalid("start_step", start_step, "must be 0 or more")
+    if start_step is not None and not _is_whole(start_step, least=0):
+        raise Invalid("start_step", start_step, "must be a step number, 0 or more")
     if not formats:
         raise Invalid("formats", formats, "must name at least one format")
     for name in formats:
         parse_format(name)
+
+
+def _is_whole(n: object, *, least: int) -> bool:
+    """Python's integers and NumPy's, but not True."""
+    return isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= least
 
 
 def _check_unattached(model: nn.Module) -> None:
@@ -321,20 +341,34 @@ def _check_unattached(model: nn.Module) -> None:
 
 def _first_step(optimizers: tuple[Optimizer, ...]) -> int:
     """How many steps the optimizers have made, by their own count; 0 if they do not count."""
-    counts = [state["step"] for one in optimizers for state in one.state.values() if "step" in state]
+    counts = [state["step"] for one in optimizers for state in one.state.values()
+              if isinstance(state, Mapping) and isinstance(state.get("step"), int | float | Tensor)]
     return max((int(count) for count in counts), default=0)
 
 
 def _facts(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, str]:
     return {
         "model": type(model).__name__,
-        "parameters": str(sum(p.numel() for p in model.parameters())),
+        "parameters": str(sum(p.numel() for p in model.parameters() if not is_lazy(p))),
         "optimizer": ", ".join(type(one).__name__ for one in optimizers),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "fp8scope": version("fp8scope"),
-        "device": str(next((p.device for p in model.parameters()), "cpu")),
+        "fp8scope": _own_version(),
+        "device": str(_device_of(model)),
     }
+
+
+def _own_version() -> str:
+    try:
+        return version("fp8scope")
+    except PackageNotFoundError:
+        return "not installed"  # imported from a folder
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the sums are kept: with the first parameter on an accelerator, else on the CPU."""
+    devices = (p.device for p in model.parameters())
+    return next((one for one in devices if one.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
 def _arrival(device: torch.device) -> Callable[[], None] | None:

@@ -5,6 +5,7 @@ the producer's hello, and a layout stands before the first batch that needs it, 
 forwarded without its neighbours.
 """
 
+import hashlib
 import os
 import struct
 import zlib
@@ -19,6 +20,8 @@ MAGIC = b"F8SS\x01"
 HEAD = struct.Struct("<IIBQ")
 """Length of the payload, CRC-32 of kind, seq and payload, kind, seq."""
 SUFFIX = ".f8ss"
+LONGEST_COMPONENT = 200
+"""Of a path, in bytes; file systems take 255. A name in Chinese has nine a character."""
 
 
 class Kind(IntEnum):
@@ -69,7 +72,7 @@ def _checksum(record: Record) -> int:
 
 def segment_paths(folder: Path) -> list[Path]:
     """The segments of one producer, oldest first."""
-    return sorted(folder.glob("*" + SUFFIX))
+    return sorted(folder.glob("[0-9]" * 8 + SUFFIX))
 
 
 def scan_segment(path: Path) -> tuple[int, int]:
@@ -96,4 +99,7 @@ def spool_folder(root: Path, run: str, attempt: str, producer: str) -> Path:
 
 def _component(name: str) -> str:
     """`name` as one safe path component; different names stay different."""
-    return quote(name, safe="").replace(".", "%2E")
+    safe = quote(name, safe="").replace(".", "%2E")
+    if len(safe) <= LONGEST_COMPONENT:
+        return safe
+    return f"{safe[:LONGEST_COMPONENT - 33]}~{hashlib.sha256(name.encode()).hexdigest()[:32]}"

@@ -68,6 +68,7 @@ class Sender:
         self._obliged = False  # next_send was asked for by the collector
         self._failures = 0
         self._trouble = ""
+        self._random = random.Random()  # the module's own generator is the job's
         self._thread = threading.Thread(target=self._work, name=THREAD, daemon=True)
         self._thread.start()
 
@@ -106,7 +107,8 @@ class Sender:
     def _client(self) -> httpx.Client:
         """Proxies and CA files as httpx reads them from the environment."""
         logging.getLogger("httpx").addFilter(_not_ours)
-        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
+        token = (self._token or "").encode(errors="surrogateescape")  # whatever it is: refused, not raised
+        headers = {b"authorization": b"Bearer " + token} if token else {}
         base = f"{self._settings.collector.rstrip('/')}/api/v1/runs/{quote(self._run, safe='')}/"
         return httpx.Client(base_url=base, headers=headers)
 
@@ -225,7 +227,7 @@ class Sender:
     def _pause(self, trouble: str, least: float | None = None) -> None:
         """Set the time of the next try; say once per outage what is wrong."""
         bound = min(self._settings.retry_seconds, FIRST_PAUSE * 2.0 ** min(self._failures, 16))
-        seconds = random.uniform(0, bound)
+        seconds = self._random.uniform(0, bound)
         if least is not None:
             seconds += min(least, LONGEST_RETRY_AFTER)
         self._failures += 1

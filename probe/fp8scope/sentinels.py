@@ -15,6 +15,7 @@ counted in sampled steps; in the others a tensor that holds any counts as one.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 from fp8scope.rows import to_host
 from fp8scope.sharding import local, replicas
 from fp8scope.sums import SENTINEL_MAX_COLUMNS, SENTINEL_SUM_COLUMNS, SentinelSums
-from fp8scope_protocol.errors import UnknownName
+from fp8scope_protocol.errors import Invalid, UnknownName
 
 LOGGED = ("loss", "grad_norm", "lr", "loss_scale")
 """What a job may hand over by name."""
@@ -48,26 +49,28 @@ class Sentinels:
         for name, value in values.items():
             if name not in LOGGED:
                 raise UnknownName("log", name, LOGGED)
+            number = self._scalar(name, value)
             self._logged.add(name)
             if name == "loss":
-                self._add(loss_sum=self._number(value), loss_count=1.0)
-                self._add(nonfinite=(~torch.isfinite(self._number(value))).double())
+                self._add(loss_sum=number, loss_count=1.0, nonfinite=(~torch.isfinite(number)).double())
             elif name == "grad_norm":
-                self._set("grad_square", self._number(value).square() / self.world)
+                self._set("grad_square", number.square() / self.world)
                 self._set("grad_count", 1.0)
             else:
-                self._raise(name, self._number(value))
+                self._raise(name, number)
 
     def read_gradients(self, optimizer: Optimizer, *, sampled: bool) -> None:
         """Reads the gradients that `optimizer` is about to use, or has used; once for each of its steps."""
         if id(optimizer) in self._read:
             return
         self._read.add(id(optimizer))
-        if "lr" not in self._logged:
-            self._raise("lr", self._number(optimizer.param_groups[0]["lr"]))
+        lr = optimizer.param_groups[0].get("lr")
+        if lr is not None and "lr" not in self._logged:
+            self._raise("lr", self._number(lr))
         scale = getattr(optimizer, "grad_scale", None)  # set where the optimizer unscales by itself
         unscale = 1.0 if scale is None else self._number(scale).square().reciprocal()
-        for copies, gradients in self._gradients(optimizer).items():
+        found = self._gradients(optimizer)
+        for copies, gradients in found.items():
             norms = torch.stack([
                 self._number(norm) for norm in torch._foreach_norm(gradients, 2.0, dtype=torch.float64)])
             if sampled:
@@ -77,7 +80,7 @@ class Sentinels:
             self._add(nonfinite=bad / copies)
             if "grad_norm" not in self._logged:
                 self._add(grad_square=norms.square().sum() * unscale / copies)
-        if "grad_norm" not in self._logged:
+        if found and "grad_norm" not in self._logged:
             self._add(grad_count=1.0)
 
     def after_step(self, optimizer: Optimizer, *, sampled: bool) -> None:
@@ -91,8 +94,8 @@ class Sentinels:
             return
         for group in optimizer.param_groups if sampled else ():
             for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
-                if {"exp_avg", "exp_avg_sq", "step"} <= state.keys() and "betas" in group:
+                state = optimizer.state.get(parameter)
+                if isinstance(state, Mapping) and _is_adam(group, state):
                     self._add_update(group, parameter, state)
 
     def staleness(self, bits: Tensor) -> None:
@@ -117,18 +120,20 @@ class Sentinels:
                 gradient = local(parameter.grad)
                 if gradient.is_sparse:
                     gradient = gradient.coalesce().values()
+                if gradient.is_complex():
+                    gradient = torch.view_as_real(gradient)
                 if gradient.numel():
                     found.setdefault(replicas(parameter, self.world), []).append(gradient)
         return found
 
-    def _add_update(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Tensor]) -> None:
+    def _add_update(self, group: dict[str, Any], parameter: Tensor, state: Mapping[str, Any]) -> None:
         m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
         if not (m.is_floating_point() and m.element_size() > 1 and m.shape == v.shape) or not m.numel():
             return
         share = 1.0 / replicas(parameter, self.world)
         beta1, beta2 = group["betas"]
         step = state["step"]
-        t = float(step) if not step.is_cuda else step.double()
+        t = step.double() if isinstance(step, Tensor) and step.is_cuda else float(step)
         root = v.sqrt().div_((1 - beta2**t) ** 0.5).add_(group["eps"])
         update = m.div(root)
         first = self._number(1 - beta1**t)
@@ -140,10 +145,19 @@ class Sentinels:
         self._add(update_square=moved.square() * share, weight_square=weight.square() * share,
                   v_zero=self._number(lost) * share, v_total=m.numel() * share)
 
+    def _scalar(self, name: str, value: Number) -> Tensor:
+        """What a job says, as float64 [] on the device; `Invalid` if it is not one number."""
+        try:
+            return self._number(value)
+        except (TypeError, ValueError, RuntimeError):
+            given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else value
+            raise Invalid(name, given, "must be one real number") from None
+
     def _number(self, value: Number) -> Tensor:
         """`value` as float64 [] on the device; nothing waits."""
         if isinstance(value, Tensor):
-            return local(value).to(self.device, torch.float64, non_blocking=True).reshape(())
+            return local(value).reshape(()).to(self.device, torch.float64,
+                                                non_blocking=self.device.type == "cuda")
         return torch.full((), value, dtype=torch.float64, device=self.device)
 
     def _add(self, **values: Number) -> None:
@@ -158,3 +172,7 @@ class Sentinels:
         cell = self._now.maxes[SENTINEL_MAX_COLUMNS.index(name)]
         torch.maximum(cell, value.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), out=cell)
 
+
+def _is_adam(group: dict[str, Any], state: Mapping[str, Any]) -> bool:
+    """Whether the update follows from what the optimizer keeps."""
+    return {"exp_avg", "exp_avg_sq", "step"} <= state.keys() and {"betas", "eps", "lr"} <= group.keys()

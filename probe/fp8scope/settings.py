@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,10 +41,10 @@ class ProbeSettings:
     """Longest time a reduction waits for a stalled rank before this rank goes on alone."""
 
     def __post_init__(self) -> None:
-        if self.collector != OFFLINE:
-            parts = urlsplit(self.collector)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise Invalid("collector", self.collector, f"must be http(s)://HOST[:PORT], or {OFFLINE!r}")
+        if self.collector != OFFLINE and not _is_address(self.collector):
+            raise Invalid("collector", self.collector, f"must be http(s)://HOST[:PORT], or {OFFLINE!r}")
+        if not isinstance(self.spool, Path):
+            raise Invalid("spool", self.spool, "must be a folder")
         for name, least in (("spool_bytes", 2**16), ("queue_bytes", 2**16)):
             if getattr(self, name) < least:
                 raise Invalid(name, getattr(self, name), f"must be at least {least} bytes")
@@ -69,7 +69,18 @@ def read_settings(environment: Mapping[str, str] = os.environ, **given: Any) -> 
             values[one.name] = _PARSERS[one.type](text)
         except ValueError:
             raise Invalid(PREFIX + one.name.upper(), text, f"must be {_kind(one.type)}") from None
-    return ProbeSettings(**values)
+    if isinstance(values.get("spool"), str):
+        values["spool"] = Path(values["spool"])
+    settings = ProbeSettings(**values)
+    return replace(settings, spool=settings.spool.expanduser().absolute())  # the job may change its folder
+
+
+def _is_address(text: Any) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except (AttributeError, TypeError, ValueError):  # no text, half an IPv6 address, a port that is none
+        return False
 
 
 _PARSERS: dict[Any, Any] = {str: str, int: int, float: float, Path: Path}

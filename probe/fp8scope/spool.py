@@ -119,6 +119,10 @@ class Spool:
         with self._lock:
             return sum(segment.pending for segment in self._segments) + len(self._memory)
 
+    def in_memory(self) -> int:
+        """How many of them only this process has."""
+        return len(self._memory)
+
     def size(self) -> int:
         """Bytes on disk."""
         with self._lock:

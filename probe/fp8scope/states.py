@@ -8,6 +8,8 @@ Only matrices are measured: no state format quantizes vectors. Under FSDP a rank
 all ranks hold alike is measured by one of them. Rows of a [R, C] state are rows of its parameter.
 """
 
+from collections.abc import Mapping
+
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -31,7 +33,7 @@ def measure_states(optimizer: Optimizer, places: Places, watch: Watch) -> None:
         for parameter in group["params"]:
             place = places.get(id(parameter))
             state = optimizer.state.get(parameter)
-            if place is None or not state or parameter.dim() < 2:
+            if place is None or not isinstance(state, Mapping) or parameter.dim() < 2:
                 continue
             with watch.guarded(place.name):
                 for key, role in ROLES.items():

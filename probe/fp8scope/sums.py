@@ -110,7 +110,7 @@ class RowSums(NamedTuple):
         self.histogram.add_(other.histogram)
 
     def to(self, device: torch.device) -> "RowSums":
-        return RowSums(*(part.to(device, non_blocking=True) for part in self))
+        return RowSums(*(part.to(device, non_blocking=device.type == "cuda") for part in self))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,7 +268,8 @@ def derive_sentinels(reduced: SentinelSums, grad_norms: deque[float]) -> dict[st
     sums = dict(zip(SENTINEL_SUM_COLUMNS, reduced.sums.tolist(), strict=True))
     maxes = dict(zip(SENTINEL_MAX_COLUMNS, reduced.maxes.tolist(), strict=True))
     found = {key: value for key, value in maxes.items() if value > -math.inf}
-    found["nonfinite_count"] = sums["nonfinite"]
+    if sums["loss_count"] or sums["grad_count"] or sums["nonfinite"]:
+        found["nonfinite_count"] = sums["nonfinite"]
     if sums["loss_count"]:
         found["loss"] = sums["loss_sum"] / sums["loss_count"]
     if sums["v_total"]:

@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8scope.backend import round_trip
 from fp8scope.rows import Rows
@@ -46,10 +47,13 @@ class Watch:
     def counts(self, module: nn.Module) -> bool:
         """Whether this forward of `module` belongs to the measured step, each pass once.
 
-        Called from a forward pre-hook. No: evaluation, no_grad, and what checkpointing computes again. Under
-        reentrant checkpointing the first pass runs without gradients, so there the recomputation counts.
+        Called from a forward pre-hook. No: evaluation, no_grad, transforms of torch.func, and what
+        checkpointing computes again. Under reentrant checkpointing the first pass runs without gradients, so
+        there the recomputation counts.
         """
         if not (self.sampling and module.training and torch.is_grad_enabled()):
+            return False
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # such tensors have no values yet
             return False
         if torch._C._current_graph_task_id() == -1:
             self._forwarded.add(id(module))
@@ -78,7 +82,7 @@ class Watch:
     def largest(self, series: Series, column: int, value: Tensor) -> None:
         """Raises one of the maxes of `series` to `value`, float64 []."""
         cell = self.rows.row(series).maxes[column]
-        torch.maximum(cell, value.to(cell.device, non_blocking=True), out=cell)
+        torch.maximum(cell, value.to(cell.device, non_blocking=cell.is_cuda), out=cell)
 
     def unobserved(self, name: str, reason: str) -> None:
         """`name` cannot be measured; said once per attach."""
@@ -86,9 +90,15 @@ class Watch:
 
     @contextmanager
     def guarded(self, where: str) -> Iterator[None]:
-        """Measures without gradients and autocast. Nothing that goes wrong inside reaches training."""
+        """Measures out of sight: without gradients, autocast, inference mode and the job's dispatch modes
+        (selective checkpointing counts operations). Nothing that goes wrong inside reaches training."""
         try:
-            with torch.no_grad(), torch.autocast(self.rows.device.type, enabled=False):
+            with ExitStack() as stack:
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(torch.autocast(self.rows.device.type, enabled=False))
+                if torch._C._len_torch_dispatch_stack():
+                    stack.enter_context(_disable_current_modes())
                 yield
         except Exception as error:
             self._problems[where, f"{type(error).__name__}: {error}"[:300]] += 1

@@ -132,9 +132,11 @@ class Worker:
             self._outbox.close(self._settings.exit_seconds)
             if self._sender is not None:
                 self._sender.close(self._settings.exit_seconds)
-            if pending := self._spool.pending():
+            if lost := self._spool.in_memory():
+                LOG.warning("fp8scope: %d batches are lost: neither sent nor on disk", lost)
+            if kept := self._spool.pending() - lost:
                 LOG.warning("fp8scope: %d batches are unsent; %s keeps them until the run is attached again",
-                            pending, self._spool.folder)
+                            kept, self._spool.folder)
             self._spool.close()
 
     def _inert(self) -> bool:

@@ -89,8 +89,9 @@ def sentinels(**values: float) -> SentinelSums:
 
 
 def test_sentinels_not_measured_are_absent() -> None:
-    """Nothing was logged and no optimizer stepped: only the count of non-finite values is known."""
-    assert derive_sentinels(sentinels(), deque()) == {"nonfinite_count": 0.0}
+    """Nothing was logged and no optimizer stepped: nothing is known, also not that all was finite."""
+    assert derive_sentinels(sentinels(), deque()) == {}
+    assert derive_sentinels(sentinels(nonfinite=1.0), deque()) == {"nonfinite_count": 1.0}
 
 
 def test_the_norm_is_compared_with_its_own_history() -> None:
