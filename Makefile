@@ -22,8 +22,12 @@ check: $(VENV)/.dev
 fmt: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
+# A benchmark that cannot run on this machine says why and ends with 2.
 bench: $(VENV)/.dev
-	for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file --quick || exit 1; done
+	@for file in benchmarks/*.py; do \
+	  echo "== $$file"; $(BIN)/python $$file --quick; code=$$?; \
+	  [ $$code = 0 ] || [ $$code = 2 ] || exit $$code; \
+	done
 
 # The browser tests drive the system's Chromium; only the system can install it.
 chromium:
