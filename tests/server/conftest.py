@@ -39,7 +39,7 @@ TOKEN = "f8s_token-of-the-tests"
 Plane = npt.NDArray[np.generic]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)  # the tests of other folders must not see it
 def _environment(home: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FP8SCOPE_TOKEN", TOKEN)
