@@ -58,16 +58,17 @@ def round_trip(
     codes: Tensor | None = None,
     rounding: str = "nearest",
     power_of_two: bool = False,
+    histogram: bool = True,
     out: RowSums | None = None,
 ) -> RowSums:
     """What quantization does to x [R, C], added to `out`; see `roundtrip.round_trip`."""
     if not runs_kernels(x, element) or not scaling.startswith(("tile", "block")):
         return roundtrip.round_trip(x, element, scaling, scales=scales, codes=codes, rounding=rounding,
-                                    power_of_two=power_of_two, out=out)
+                                    power_of_two=power_of_two, histogram=histogram, out=out)
     from fp8scope import roundtrip_kernel
 
     return roundtrip_kernel.round_trip(x, element, scaling, scales=scales, codes=codes, rounding=rounding,
-                                       power_of_two=power_of_two, out=out)
+                                       power_of_two=power_of_two, histogram=histogram, out=out)
 
 
 def runs_kernels(x: Tensor, element: Format) -> bool:

@@ -1,247 +1,346 @@
-"""Triton twin of `roundtrip.round_trip` for tiles and blocks: one read of x, two launches, no waiting.
+"""Triton twin of `roundtrip.round_trip` for tiles and blocks: x comes from memory once, and nothing waits.
 
 Counts are equal to the reference's, sums agree to the rounding of fp32 (about 1e-7 of each tile's sum).
 
-How it works. Each program takes a [32,128] piece of x (a [128,128] block under block scaling), quantizes it
-in registers exactly as `quantize_kernel` does, and writes one column of partial results: ints [51, programs]
-(eleven counts, forty bins of the histogram) and reals [13, programs] (eight sums, five maxes). A second
-launch, one program a row, adds them up in a fixed order and merges them into the caller's row. Nothing is
-added atomically, so the same input gives the same bits every time.
+How it works. A program is one warp. It walks down `slabs` slabs of [ROWS, 128] and keeps its results in
+registers, so that reductions over threads and partial results (`partials_kernel`) are paid once a program.
+Each slab is passed over twice: `scan` finds amax, the least nonzero and the zeros on packed bf16; then x is
+read again, out of the L1 cache, quantized as `quantize_kernel` does, and summed. The second pass is a real
+loop: unrolled, ptxas keeps the slab in 250 registers and spills. Where columns are contiguous (x.t()) threads
+own whole rows, and neighbouring rows are read together. `_slabs` fills whole waves of the device.
 
-Ranges. As in the reference, each [1,128] tile is summed on u = y / unit, |u| < 2, and its fp32 sums are
-multiplied by (scale unit)^k in float64. `unit` is a power of two whose reciprocal is one too, so here u is a
-product and still exact.
+Arithmetic bounds this kernel, so elements are spared what tiles can pay for:
 
-Rejected: float atomics (other bits in every run); both orientations from one read (compiled for sm_90 it
-spills 1.7 kB a thread, and arithmetic bounds this kernel, not memory: pass x.t() in a call of its own); log2
-of scales in float64 (a hundred instructions a tile for digits that nobody reads).
+- Divisions. y = fma(x, r, x tail) with r = 1 / s and tail = (1 - s r) r. For bf16 and s = amax / 448 that is
+  the IEEE quotient for every pair of significands (all 128 x 128 were tried), for any s it is not (11 of 2^30
+  differ), so given scales, fp32 and E5M2 divide.
+- NaN, Inf and the largest: a slab with amax of 2^100 or more branches (`odd`), where 1 / s could be denormal.
+- Zero codes are half a subnormal or less, a tie going to 0: one subtraction counts them, without unpacking q.
+- The histogram is counted in bit planes (`histogram_kernel`), and can be left out.
+
+Ranges. As in the reference, each [1,128] tile is summed in fp32 on y / unit and its sums multiplied by
+(scale unit)^k in float64. `unit` is a power of two whose reciprocal is one too; current scales need none.
+
+Rejected: float atomics (other bits in every run); writing codes as well (+42 % on the quantizer, see
+docs/log.md); more threads a row (slower); capping registers on x.t() (2 to 3 times slower); log2 of scales in
+float64 (a hundred instructions a tile for digits that nobody reads).
 """
 
-import math
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8scope.histogram_kernel import ALIASED, add_exponents, store_planes
+from fp8scope.partials_kernel import BINS, COUNTS, NOT_MEASURED, Partials
 from fp8scope.quantize import DTYPES
-from fp8scope.quantize_kernel import (
-    CODE_TYPES,
-    INFINITY,
-    TILE,
-    check_matrix,
-    load_tile,
-    magnitude_bits,
-    scale_of,
-)
+from fp8scope.quantize_kernel import CODE_TYPES, INFINITY, TILE, check_matrix, magnitude_bits, scale_of
 from fp8scope.roundtrip import BAD_BLOCK_FACTOR, SATURATION_SLACK
-from fp8scope.sums import COUNT_COLUMNS, MAX_COLUMNS, SUM_COLUMNS, RowSums
+from fp8scope.slab_kernel import (
+    folded,
+    folded_max,
+    load_bits,
+    load_chunk,
+    reciprocal,
+    scan,
+    scan_bits,
+    sign,
+    spread,
+    staleness,
+    unit_of,
+    widen,
+)
+from fp8scope.sums import RowSums
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import TILE as TILE_EDGE
 from fp8scope_protocol.formats import Format
-from fp8scope_protocol.metrics import HISTOGRAM_BINS, HISTOGRAM_FIRST_EXPONENT
+from fp8scope_protocol.metrics import HISTOGRAM_FIRST_EXPONENT
 
 SCALINGS = ("tile 1x128", "block 128x128")
 """What the kernel groups by; the reference knows more."""
 
-# The kernels write their columns in the order of `sums`: after `elements` and `calls`, which need no kernel,
-# every count; every sum; of the maxes the five that come before `channel_outlier`.
-_HOST_COUNTS = tl.constexpr(COUNT_COLUMNS.index("nonzero"))
-_COUNTS = tl.constexpr(len(COUNT_COLUMNS) - COUNT_COLUMNS.index("nonzero"))
-_SUMS = tl.constexpr(len(SUM_COLUMNS))
-_MAXES = tl.constexpr(MAX_COLUMNS.index("channel_outlier"))
-_BINS = tl.constexpr(HISTOGRAM_BINS)
 _FIRST_EXPONENT = tl.constexpr(HISTOGRAM_FIRST_EXPONENT)
 _SLACK = tl.constexpr(SATURATION_SLACK)
-_NOT_MEASURED = tl.constexpr(-math.inf)
+_HUGE = tl.constexpr(0x71800000)  # the bits of 2^100: beyond, the reciprocal's tail would be denormal
+_SHRINK = tl.constexpr(2.0**-64)  # of x and s alike, where 1 / s would be denormal
 
-_TILE_ROWS = 32
-_CHUNK = 4096  # partial results a thread block of the second launch reads at a time
-
-
-@triton.jit
-def _unit(amax: tl.tensor) -> tl.tensor:
-    """The power of two just above `amax` as fp32, at most 2^126; 1 for 0."""
-    bits = amax.to(tl.int32, bitcast=True)
-    exponent = tl.minimum(tl.maximum((bits >> 23) + 1, 2), 253)
-    return (tl.where(bits == 0, 127, exponent) << 23).to(tl.float32, bitcast=True)
+_ROWS_ADJACENT = {"ROWS": 64, "LANES": 1, "VECTOR": 2, "SCAN": 4, "UNROLL": 1}
+_COLUMNS_ADJACENT = {"ROWS": 16, "LANES": 2, "VECTOR": 8, "SCAN": 8, "UNROLL": 2}
+_MOST_ELEMENTS = 1920  # a row and lane: below 2048, what the planes of the histogram can count
+_RESIDENT = 132 * 13, 132 * 20  # programs on an H200 at once, for either layout
 
 
-@triton.jit
-def _reciprocal(unit: tl.tensor) -> tl.tensor:
-    """1 / unit, exactly, for a power of two between 2^-125 and 2^126."""
-    return ((254 << 23) - unit.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _group_max(tiles: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """The maximum over the tiles that share a scale, at each of them."""
-    return tl.zeros_like(tiles) + tl.max(tiles, axis=0) if BLOCK else tiles
-
-
-@triton.jit
-def _group_sum(tiles: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    return tl.zeros_like(tiles) + tl.sum(tiles, axis=0) if BLOCK else tiles
-
-
-@triton.jit
-def _count_two(first: tl.tensor, second: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """How many of each of two tensors of booleans are true (at most 2^14), from one reduction."""
-    both = tl.sum(first.to(tl.int32) + (second.to(tl.int32) << 16))
-    return both & 0xFFFF, both >> 16
-
-
-@triton.jit
-def _store_counts(ptr: tl.tensor, slots: tl.tensor, bits: tl.tensor, magnitude: tl.tensor, q: tl.tensor,
-                  whole: tl.tensor, n_coded: tl.tensor, LARGEST: tl.constexpr, SUBNORMAL: tl.constexpr,
-                  STOCHASTIC: tl.constexpr) -> tl.tensor:
-    """Elements by fate, and the histogram of |y|; returns how many are NaN or Inf."""
-    nonzero = (bits > 0) & (bits < INFINITY)
-    lost = magnitude < SUBNORMAL / 2 if STOCHASTIC else q == 0.0
-    n_nan, n_inf = _count_two(bits > INFINITY, bits == INFINITY)
-    n_nonzero, n_nonzero_codes = _count_two(nonzero, q != 0.0)
-    saturated = magnitude > LARGEST * _SLACK
-    n_lost, n_saturated = _count_two(nonzero & lost & whole[:, None], saturated & whole[:, None])
-    tl.store(ptr, n_nonzero)
-    tl.store(ptr + slots, n_nan)
-    tl.store(ptr + slots * 2, n_inf)
-    tl.store(ptr + slots * 3, n_coded)
-    tl.store(ptr + slots * 4, n_coded - n_nonzero_codes)
-    tl.store(ptr + slots * 5, n_lost)
-    tl.store(ptr + slots * 6, n_saturated)
-    exponent = (magnitude.to(tl.int32, bitcast=True) >> 23) - 127 - _FIRST_EXPONENT
-    bins = tl.minimum(tl.maximum(exponent, 0), _BINS - 1)
-    bins = tl.where((magnitude > 0.0) & whole[:, None], bins, 63)  # the last of 64 bins is not kept
-    column = tl.arange(0, 64)
-    counts = tl.histogram(tl.ravel(bins, can_reorder=True), 64)
-    tl.store(ptr + slots * (_COUNTS + column), counts, mask=column < _BINS)
-    return n_nan + n_inf
-
-
-@triton.jit
-def _account(x: tl.tensor, y: tl.tensor, q: tl.tensor, scale: tl.tensor, amax_bits: tl.tensor,
-             present: tl.tensor, width: tl.tensor, ints_ptr: tl.tensor, reals_ptr: tl.tensor,
-             LARGEST: tl.constexpr, SUBNORMAL: tl.constexpr, BAD: tl.constexpr,
-             BLOCK: tl.constexpr, GIVEN: tl.constexpr, STOCHASTIC: tl.constexpr) -> None:
-    """Writes the partial results of x [ROWS, 128]. amax_bits [ROWS] has NaN and Inf in sight."""
-    slot, slots = tl.program_id(0), tl.num_programs(0)
-    ints_ptr += slot
-    reals_ptr += slot
-    bits = magnitude_bits(x)
-    whole = present & (amax_bits < INFINITY)  # tiles that have codes
-    q = tl.where(whole[:, None], q, 0.0)
-    n_wrong = _store_counts(ints_ptr, slots, bits, tl.abs(y), q, whole, tl.sum(tl.where(whole, width, 0)),
-                            LARGEST, SUBNORMAL, STOCHASTIC)
-
-    # Moments and errors: fp32 within a tile, float64 from there on.
-    finite_bits = tl.max(tl.where(bits < INFINITY, bits, 0), axis=1)
-    unit = _unit(tl.div_rn(finite_bits.to(tl.float32, bitcast=True), scale))
-    u = y * _reciprocal(unit)[:, None]
-    e = u - q * _reciprocal(unit)[:, None]
-    square = u * u
-    weight = scale.to(tl.float64) * unit.to(tl.float64)
-    x2 = tl.sum(square, axis=1).to(tl.float64) * (weight * weight)
-    x4 = tl.sum(square * square, axis=1).to(tl.float64) * (weight * weight) * (weight * weight)
-    e2 = tl.where(whole, tl.sum(e * e, axis=1).to(tl.float64) * (weight * weight), 0.0)
-    xe = tl.where(whole, tl.sum(u * e, axis=1).to(tl.float64) * (weight * weight), 0.0)
-    tl.store(reals_ptr, tl.sum(x2))
-    tl.store(reals_ptr + slots, tl.sum(tl.sum(tl.abs(u), axis=1).to(tl.float64) * weight))
-    tl.store(reals_ptr + slots * 2, tl.sum(x4))
-    tl.store(reals_ptr + slots * 3, tl.sum(tl.where(whole, x2, 0.0)))
-    tl.store(reals_ptr + slots * 4, tl.sum(e2))
-    tl.store(reals_ptr + slots * 5, tl.sum(xe))
-    largest = tl.max(finite_bits, axis=0).to(tl.float32, bitcast=True)
-    least = tl.min(tl.where((bits > 0) & (bits < INFINITY), bits, INFINITY)).to(tl.float32, bitcast=True)
-    some = tl.sum(tl.where(present, width, 0)) > n_wrong
-    tl.store(reals_ptr + slots * 8, tl.where(some, largest, _NOT_MEASURED))
-    tl.store(reals_ptr + slots * 9, -least)
-
-    # Blocks: one tile, the first, stands for all that share a scale.
-    head = present & (tl.arange(0, x.shape[0]) == 0) if BLOCK else present
-    amax = _group_max(finite_bits, BLOCK)
-    scaled = head & whole & (amax > 0)
-    bad = head & ((amax_bits >= INFINITY) | (_group_sum(e2, BLOCK) > BAD * _group_sum(x2, BLOCK)))
-    n_blocks, n_zero = _count_two(head, head & whole & (amax == 0))
-    n_scaled, n_bad = _count_two(scaled, bad)
-    tl.store(ints_ptr + slots * 7, n_blocks)
-    tl.store(ints_ptr + slots * 8, n_zero)
-    tl.store(ints_ptr + slots * 9, n_scaled)
-    tl.store(ints_ptr + slots * 10, n_bad)
-    log2_scale = tl.where(scaled, tl.log2(scale), 0.0).to(tl.float64)
-    tl.store(reals_ptr + slots * 6, tl.sum(log2_scale))
-    tl.store(reals_ptr + slots * 7, tl.sum(log2_scale * log2_scale))
-    tl.store(reals_ptr + slots * 10, tl.max(tl.where(scaled, -scale, _NOT_MEASURED), axis=0))
-    tl.store(reals_ptr + slots * 11, tl.max(tl.where(scaled, scale, _NOT_MEASURED), axis=0))
-    stale = _NOT_MEASURED
-    if GIVEN:
-        excess = amax.to(tl.float32, bitcast=True).to(tl.float64) / (scale.to(tl.float64) * LARGEST)
-        stale = tl.max(tl.where(scaled, tl.log2(tl.where(scaled, excess, 1.0)), _NOT_MEASURED), axis=0)
-    tl.store(reals_ptr + slots * 12, stale)
-
-
-@triton.jit(do_not_specialize=["scale_r", "scale_c"])
+@triton.jit(do_not_specialize=["scale_r", "scale_c", "slabs"])
 def _round_trip_kernel(x_ptr: tl.tensor, scales_ptr: tl.tensor, codes_ptr: tl.tensor,
                        ints_ptr: tl.tensor, reals_ptr: tl.tensor, R: tl.tensor, C: tl.tensor,
                        stride_r: tl.tensor, stride_c: tl.tensor, scale_r: tl.tensor, scale_c: tl.tensor,
-                       code_r: tl.tensor, code_c: tl.tensor,
+                       code_r: tl.tensor, code_c: tl.tensor, slabs: tl.tensor,
                        LARGEST: tl.constexpr, SUBNORMAL: tl.constexpr, BAD: tl.constexpr, CODE: tl.constexpr,
                        BLOCK: tl.constexpr, GIVEN: tl.constexpr, CODED: tl.constexpr,
-                       STOCHASTIC: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr) -> None:
+                       STOCHASTIC: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTOGRAM: tl.constexpr,
+                       EVEN: tl.constexpr, PACKED: tl.constexpr, SCAN: tl.constexpr, UNROLL: tl.constexpr,
+                       ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr) -> None:
+    AXIS: tl.constexpr = 2 if VECTOR == 8 else 1  # of a chunk, along which a thread holds 8 elements
+    CHUNK: tl.constexpr = 8 * LANES
+    SHAPE: tl.constexpr = (ROWS, LANES, 8) if AXIS == 2 else (ROWS, 8, LANES)
+    COUNTED: tl.constexpr = HISTOGRAM and not GIVEN and LARGEST < 512.0
+    FAST: tl.constexpr = (x_ptr.dtype.element_ty == tl.bfloat16) and not GIVEN and LARGEST < 512.0
     tiles = tl.cdiv(C, TILE)
     tile = (tl.program_id(0) % tiles).to(tl.int64)
-    rows = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tile * TILE + tl.arange(0, TILE)
-    x = load_tile(x_ptr, rows, columns, R, C, stride_r, stride_c)
-    bits = magnitude_bits(x)
-    amax_bits = _group_max(tl.max(bits, axis=1), BLOCK)
-    if GIVEN:
-        group = rows // TILE if BLOCK else rows
-        scale = tl.load(scales_ptr + group * scale_r + tile * scale_c, mask=rows < R, other=1.0)
+    first = (tl.program_id(0) // tiles).to(tl.int64) * slabs * ROWS
+    if AXIS == 2:
+        columns = tile * TILE + tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        lane = tl.arange(0, ROWS)
     else:
-        scale = scale_of(amax_bits, LARGEST, POWER_OF_TWO)
-    y = tl.div_rn(tl.where(bits < INFINITY, x, 0.0), scale[:, None])
-    if CODED:
-        inside = (rows[:, None] < R) & (columns[None, :] < C)
-        places = rows[:, None] * code_r + columns[None, :] * code_c
-        q = tl.load(codes_ptr + places, mask=inside, other=0).to(CODE, bitcast=True).to(tl.float32)
-    else:
-        q = tl.clamp(y, -LARGEST, LARGEST).to(CODE).to(tl.float32)
-    _account(x, y, q, scale, amax_bits, rows < R, tl.minimum(C - tile * TILE, TILE), ints_ptr, reals_ptr,
-             LARGEST, SUBNORMAL, BAD, BLOCK, GIVEN, STOCHASTIC)
+        columns = tile * TILE + tl.arange(0, LANES)[None, :] + tl.arange(0, 8)[:, None] * LANES
+        lane = tl.max_contiguous(tl.arange(0, ROWS), VECTOR)
+    width = tl.minimum(C - tile * TILE, TILE).to(tl.int32)
 
+    block_bits = tl.zeros([ROWS], tl.int32)
+    if BLOCK:
+        for i in range(slabs):
+            most = tl.zeros([ROWS, LANES], tl.int32)
+            for k in tl.static_range(0, TILE, CHUNK):
+                bits = load_bits(x_ptr, first + i * ROWS + lane, columns, k, R, C, stride_r, stride_c, EVEN)
+                most = tl.maximum(most, tl.max(bits, axis=AXIS))
+            block_bits = tl.maximum(block_bits, tl.max(most, axis=1))
+        block_bits = tl.zeros_like(block_bits) + tl.max(block_bits, axis=0)
 
-@triton.jit(do_not_specialize=["slots", "elements"])
-def _merge_kernel(ints_ptr: tl.tensor, reals_ptr: tl.tensor, counts_ptr: tl.tensor, sums_ptr: tl.tensor,
-                  maxes_ptr: tl.tensor, histogram_ptr: tl.tensor, slots: tl.tensor, elements: tl.tensor,
-                  CHUNK: tl.constexpr) -> None:
-    """Program k adds up row k of the partial results, always in the same order, and merges it."""
-    k = tl.program_id(0)
-    if k < _COUNTS + _BINS:
-        count = tl.zeros([CHUNK], tl.int64)
-        for start in range(0, slots, CHUNK):
-            at = start + tl.arange(0, CHUNK)
-            count += tl.load(ints_ptr + k.to(tl.int64) * slots + at, mask=at < slots, other=0).to(tl.int64)
-        target = counts_ptr + _HOST_COUNTS + k if k < _COUNTS else histogram_ptr + k - _COUNTS
-        tl.store(target, tl.load(target) + tl.sum(count, axis=0))
-    elif k < _COUNTS + _BINS + _SUMS:
-        row = k - _COUNTS - _BINS
-        total = tl.zeros([CHUNK], tl.float64)
-        for start in range(0, slots, CHUNK):
-            at = start + tl.arange(0, CHUNK)
-            total += tl.load(reals_ptr + row.to(tl.int64) * slots + at, mask=at < slots, other=0.0)
-        tl.store(sums_ptr + row, tl.load(sums_ptr + row) + tl.sum(total, axis=0))
-    else:
-        row = k - _COUNTS - _BINS
-        worst = tl.full([CHUNK], _NOT_MEASURED, tl.float64)
-        for start in range(0, slots, CHUNK):
-            at = start + tl.arange(0, CHUNK)
-            here = tl.load(reals_ptr + row.to(tl.int64) * slots + at, mask=at < slots, other=_NOT_MEASURED)
-            worst = tl.maximum(worst, here)
-        target = maxes_ptr + row - _SUMS
-        tl.store(target, tl.maximum(tl.load(target), tl.max(worst, axis=0)))
-    if k == 0:
-        tl.store(counts_ptr, tl.load(counts_ptr) + elements)
-        tl.store(counts_ptr + 1, tl.load(counts_ptr + 1) + 1)
+    FOLD: tl.constexpr = VECTOR if AXIS == 1 else 1
+    zero = tl.zeros([ROWS // FOLD], tl.int32)
+    none = tl.zeros([ROWS // FOLD], tl.float64)
+    n_nonzero, n_nan, n_inf, n_coded, n_codes, n_lost, n_saturated = zero, zero, zero, zero, zero, zero, zero
+    n_blocks, n_zero_blocks, n_scaled, n_bad, n_present = zero, zero, zero, zero, zero
+    x2, x1, x4, coded_x2, e2, xe, log2, log2_sq = none, none, none, none, none, none, none, none
+    largest_bits, most_not = zero, tl.zeros([ROWS // FOLD], tl.uint32)
+    neg_scale = tl.full([ROWS // FOLD], NOT_MEASURED, tl.float32)
+    scale_high = tl.full([ROWS // FOLD], NOT_MEASURED, tl.float32)
+    stale = tl.full([ROWS // FOLD], NOT_MEASURED, tl.float64)
+    p0 = tl.zeros([ROWS, LANES], tl.int32)
+    p1, p2, p3, p4, p5, p6, p7, p8, p9, p10 = p0, p0, p0, p0, p0, p0, p0, p0, p0, p0
+    n_small, n_below = zero, zero
+    bins = tl.zeros([64], tl.int32)
+
+    here_slabs = tl.minimum(slabs, tl.cdiv(R - first, ROWS)).to(tl.int32)
+    for i in range(here_slabs):
+        rows = first + i * ROWS + lane
+        present = rows < R
+        most = tl.zeros([ROWS, LANES], tl.int32)
+        least = tl.full([ROWS, LANES], 0xFFFFFFFF, tl.uint32)
+        zeros = tl.zeros([ROWS, LANES], tl.int32)
+        if PACKED:
+            one = tl.zeros(SHAPE, tl.uint16)
+            high, low = one, tl.full(SHAPE, 0xFFFF, tl.uint16)
+            for k in tl.range(0, TILE, CHUNK, loop_unroll_factor=SCAN):
+                raw = load_chunk(x_ptr, rows, columns, k, R, C, stride_r, stride_c, EVEN)
+                high, low, one = scan(raw.to(tl.uint16, bitcast=True), high, low, one)
+            most = tl.max(high.to(tl.int32), axis=AXIS) << 16
+            least = ((tl.min(low.to(tl.uint32), axis=AXIS) + 1) << 16) - 1
+            zeros = TILE // LANES - tl.sum(one.to(tl.int32), axis=AXIS)
+        for k in tl.static_range(0, 0 if PACKED else TILE, CHUNK):
+            bits = load_bits(x_ptr, rows, columns, k, R, C, stride_r, stride_c, EVEN)
+            most, least, zeros = scan_bits(bits, most, least, zeros, AXIS)
+        amax_bits = tl.max(most, axis=1)
+        group_bits = block_bits if BLOCK else amax_bits
+        if GIVEN:
+            group = rows // TILE if BLOCK else rows
+            scale = tl.load(scales_ptr + group * scale_r + tile * scale_c, mask=present, other=1.0)
+        else:
+            scale = scale_of(group_bits, LARGEST, POWER_OF_TWO)
+        whole = group_bits < INFINITY
+        finite_bits, divisor, carry = amax_bits, scale, tl.full([ROWS], 1.0, tl.float32)
+        shrink = carry
+        odd = tl.max(tl.maximum(amax_bits, group_bits), axis=0) >= _HUGE  # NaN and Inf too
+        if odd:
+            nan, inf = tl.zeros([ROWS, LANES], tl.int32), tl.zeros([ROWS, LANES], tl.int32)
+            most, zeros = nan, nan
+            least = tl.full([ROWS, LANES], 0xFFFFFFFF, tl.uint32)
+            for j in range(0, TILE, CHUNK):
+                bits = load_bits(x_ptr, rows, columns, j, R, C, stride_r, stride_c, EVEN)
+                nan += tl.sum((bits > INFINITY).to(tl.int32), axis=AXIS)
+                inf += tl.sum((bits == INFINITY).to(tl.int32), axis=AXIS)
+                bits = tl.where(bits < INFINITY, bits, 0)
+                most, least, zeros = scan_bits(bits, most, least, zeros, AXIS)
+            n_nan += folded(tl.sum(nan, axis=1), FOLD)
+            n_inf += folded(tl.sum(inf, axis=1), FOLD)
+            finite_bits = tl.max(most, axis=1)
+            if not GIVEN:
+                unit = unit_of(finite_bits.to(tl.float32, bitcast=True))
+                shrink = tl.where((scale > 2.0**90) & FAST, _SHRINK, 1.0)
+                shrink = tl.where(whole, shrink, reciprocal(unit))
+                carry = tl.where(whole, 1.0, unit)
+                divisor = tl.where(whole, scale * shrink, 1.0)
+        if GIVEN:
+            carry = unit_of(tl.div_rn(finite_bits.to(tl.float32, bitcast=True), scale))
+        if COUNTED:
+            smallest = (tl.min(least, axis=1) + 1).to(tl.int32).to(tl.float32, bitcast=True)
+            tiny = (smallest > 0.0) & (smallest < scale * (2.0 * ALIASED))
+            rare = odd | (tl.max(tiny.to(tl.int32), axis=0) > 0)
+            if not rare:
+                n_small += folded(tl.sum(zeros, axis=1), FOLD)
+        sum_x2 = tl.zeros([ROWS, LANES], tl.float32)
+        sum_x1, sum_x4, sum_e2, sum_xe = sum_x2, sum_x2, sum_x2, sum_x2
+        codes = tl.zeros([ROWS, LANES], tl.int32)
+        lost, saturated = codes, codes
+        half = tl.full([1, 1, 1], SUBNORMAL / 2, tl.float32)
+        beyond = tl.full([1, 1, 1], LARGEST * _SLACK, tl.float32)
+        r = tl.div_rn(1.0, divisor)
+        tail = tl.fma(-divisor, r, 1.0) * r
+        for g in range(0, TILE, CHUNK * UNROLL):
+            for h in tl.static_range(UNROLL):
+                x = load_chunk(x_ptr, rows, columns, g + h * CHUNK, R, C, stride_r, stride_c, EVEN)
+                x = widen(x.to(tl.uint16, bitcast=True)) if PACKED else x.to(tl.float32)
+                if odd:
+                    x = tl.where(magnitude_bits(x) < INFINITY, x * spread(shrink), 0.0)
+                y = tl.fma(x, spread(r), x * spread(tail)) if FAST else tl.div_rn(x, spread(divisor))
+                if CODED:
+                    q = load_chunk(codes_ptr, rows, columns, g + h * CHUNK, R, C, code_r, code_c, EVEN)
+                    q = tl.where(spread(whole), q.to(CODE, bitcast=True).to(tl.float32), 0.0)
+                else:
+                    q = (tl.clamp(y, -LARGEST, LARGEST) if GIVEN else y).to(CODE).to(tl.float32)
+                magnitude = tl.abs(y)
+                if CODED or STOCHASTIC:
+                    codes += tl.sum((q != 0.0).to(tl.int32), axis=AXIS)
+                    few = magnitude < SUBNORMAL / 2 if STOCHASTIC else q == 0.0
+                    lost += tl.sum(((x != 0.0) & few).to(tl.int32), axis=AXIS)
+                else:
+                    codes += tl.sum(sign(half - magnitude), axis=AXIS)  # a tie is rounded to even, to 0
+                if GIVEN:
+                    saturated += tl.sum(sign(beyond - magnitude), axis=AXIS)
+                if COUNTED:
+                    exponent = y.to(tl.int32, bitcast=True) >> 23
+                    if rare:  # divided: the quick quotient rounds a tie, |y| of 2^-150, up
+                        magnitude = tl.abs(tl.div_rn(x, spread(divisor)))
+                        magnitude = tl.where(spread(whole), magnitude, 0.0)
+                        small = magnitude < ALIASED
+                        below = small & (magnitude > 0.0)
+                        n_small += folded(tl.sum(tl.sum(small.to(tl.int32), axis=AXIS), axis=1), FOLD)
+                        n_below += folded(tl.sum(tl.sum(below.to(tl.int32), axis=AXIS), axis=1), FOLD)
+                        exponent = tl.where(small, 0, magnitude.to(tl.int32, bitcast=True) >> 23)
+                    p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10 = add_exponents(
+                        exponent, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, AXIS)
+                elif HISTOGRAM:
+                    exponent = (magnitude.to(tl.int32, bitcast=True) >> 23) - 127 - _FIRST_EXPONENT
+                    bin = tl.minimum(tl.maximum(exponent, 0), BINS - 1)
+                    bin = tl.where((magnitude > 0.0) & spread(whole), bin, 63)  # the last of 64 is not kept
+                    bins += tl.histogram(tl.ravel(bin, can_reorder=True), 64)
+                if GIVEN:
+                    q = q * spread(reciprocal(carry))
+                    y = y * spread(reciprocal(carry))
+                e = y - q
+                y2 = y * y
+                sum_x2 += tl.sum(y2, axis=AXIS)
+                sum_x1 += tl.sum(tl.abs(y), axis=AXIS)
+                sum_x4 += tl.sum(y2 * y2, axis=AXIS)
+                sum_e2 += tl.sum(e * e, axis=AXIS)
+                sum_xe += tl.sum(y * e, axis=AXIS)
+
+        # Elements by fate.
+        nonzero = TILE - tl.sum(zeros, axis=1)
+        here = tl.where(present, width, 0)
+        n_present += folded(here, FOLD)
+        n_nonzero += folded(nonzero, FOLD)
+        n_coded += folded(tl.where(whole, here, 0), FOLD)
+        tile_codes = tl.sum(codes, axis=1)
+        n_codes += folded(tl.where(whole, tile_codes, 0), FOLD)
+        if CODED or STOCHASTIC:
+            n_lost += folded(tl.where(whole, tl.sum(lost, axis=1), 0), FOLD)
+        else:
+            n_lost += folded(tl.where(whole, nonzero - tile_codes, 0), FOLD)
+        if GIVEN:
+            n_saturated += folded(tl.where(whole, tl.sum(saturated, axis=1), 0), FOLD)
+        largest_bits = tl.maximum(largest_bits, folded_max(finite_bits, FOLD))
+        most_not = tl.maximum(most_not, folded_max(tl.min(least, axis=1) ^ 0xFFFFFFFF, FOLD))
+
+        # Moments and errors: fp32 within a tile, float64 from there on.
+        weight = scale.to(tl.float64) * carry.to(tl.float64)
+        square = weight * weight
+        tile_x2 = tl.sum(sum_x2, axis=1).to(tl.float64) * square
+        tile_e2 = tl.where(whole, tl.sum(sum_e2, axis=1).to(tl.float64) * square, 0.0)
+        x2 += folded(tile_x2, FOLD)
+        x1 += folded(tl.sum(sum_x1, axis=1).to(tl.float64) * weight, FOLD)
+        x4 += folded(tl.sum(sum_x4, axis=1).to(tl.float64) * (square * square), FOLD)
+        coded_x2 += folded(tl.where(whole, tile_x2, 0.0), FOLD)
+        e2 += folded(tile_e2, FOLD)
+        xe += folded(tl.where(whole, tl.sum(sum_xe, axis=1).to(tl.float64) * square, 0.0), FOLD)
+
+        # Blocks: each tile is one, or all of this program's are.
+        if not BLOCK:
+            scaled = present & whole & (amax_bits > 0)
+            n_blocks += folded(present.to(tl.int32), FOLD)
+            n_zero_blocks += folded((present & (amax_bits == 0)).to(tl.int32), FOLD)
+            n_scaled += folded(scaled.to(tl.int32), FOLD)
+            bad = (tile_e2 > BAD * tile_x2) | (amax_bits >= INFINITY)
+            n_bad += folded((present & bad).to(tl.int32), FOLD)
+            bits_of_scale = tl.where(scaled, tl.log2(scale), 0.0).to(tl.float64)
+            log2 += folded(bits_of_scale, FOLD)
+            log2_sq += folded(bits_of_scale * bits_of_scale, FOLD)
+            neg_scale = tl.maximum(neg_scale, folded_max(tl.where(scaled, -scale, NOT_MEASURED), FOLD))
+            scale_high = tl.maximum(scale_high, folded_max(tl.where(scaled, scale, NOT_MEASURED), FOLD))
+            if GIVEN:
+                excess = tl.where(scaled, staleness(amax_bits, scale, LARGEST), NOT_MEASURED)
+                stale = tl.maximum(stale, folded_max(excess, FOLD))
+
+    if BLOCK:
+        head = lane == 0
+        whole = head & (block_bits < INFINITY)
+        if GIVEN:
+            scale = tl.load(scales_ptr + first // TILE * scale_r + tile * scale_c)
+        else:
+            scale = tl.max(scale_of(block_bits, LARGEST, POWER_OF_TWO), axis=0)
+        scales = tl.zeros([ROWS], tl.float32) + scale
+        scaled = whole & (block_bits > 0)
+        n_blocks = head.to(tl.int32)
+        n_zero_blocks = (whole & (block_bits == 0)).to(tl.int32)
+        n_scaled = scaled.to(tl.int32)
+        bad = (tl.zeros([ROWS], tl.float64) + tl.sum(e2, axis=0) > BAD * tl.sum(x2, axis=0))
+        n_bad = (head & (bad | (block_bits >= INFINITY))).to(tl.int32)
+        log2 = tl.where(scaled, tl.log2(scales), 0.0).to(tl.float64)
+        log2_sq = log2 * log2
+        neg_scale = tl.where(scaled, -scales, NOT_MEASURED)
+        scale_high = tl.where(scaled, scales, NOT_MEASURED)
+        if GIVEN:
+            stale = tl.where(scaled, staleness(block_bits, scales, LARGEST), NOT_MEASURED)
+
+    slot, slots = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    ints_ptr += slot
+    tl.store(ints_ptr, tl.sum(n_nonzero, axis=0))
+    tl.store(ints_ptr + slots, tl.sum(n_nan, axis=0))
+    tl.store(ints_ptr + slots * 2, tl.sum(n_inf, axis=0))
+    tl.store(ints_ptr + slots * 3, tl.sum(n_coded, axis=0))
+    tl.store(ints_ptr + slots * 4, tl.sum(n_coded - n_codes, axis=0))
+    tl.store(ints_ptr + slots * 5, tl.sum(n_lost, axis=0))
+    tl.store(ints_ptr + slots * 6, tl.sum(n_saturated, axis=0))
+    tl.store(ints_ptr + slots * 7, tl.sum(n_blocks, axis=0))
+    tl.store(ints_ptr + slots * 8, tl.sum(n_zero_blocks, axis=0))
+    tl.store(ints_ptr + slots * 9, tl.sum(n_scaled, axis=0))
+    tl.store(ints_ptr + slots * 10, tl.sum(n_bad, axis=0))
+    if COUNTED:
+        store_planes(ints_ptr + slots * COUNTS, slots, tl.sum(n_small, axis=0), tl.sum(n_below, axis=0),
+                     p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, BINS)
+    elif HISTOGRAM:
+        column = tl.arange(0, 64)
+        tl.store(ints_ptr + slots * (COUNTS + column), bins, mask=column < BINS)
+    reals_ptr += slot
+    tl.store(reals_ptr, tl.sum(x2, axis=0))
+    tl.store(reals_ptr + slots, tl.sum(x1, axis=0))
+    tl.store(reals_ptr + slots * 2, tl.sum(x4, axis=0))
+    tl.store(reals_ptr + slots * 3, tl.sum(coded_x2, axis=0))
+    tl.store(reals_ptr + slots * 4, tl.sum(e2, axis=0))
+    tl.store(reals_ptr + slots * 5, tl.sum(xe, axis=0))
+    tl.store(reals_ptr + slots * 6, tl.sum(log2, axis=0))
+    tl.store(reals_ptr + slots * 7, tl.sum(log2_sq, axis=0))
+    some = tl.sum(n_present - n_nan - n_inf, axis=0) > 0
+    largest = tl.max(largest_bits, axis=0).to(tl.float32, bitcast=True)
+    before = tl.max(most_not, axis=0) ^ 0xFFFFFFFF
+    least = tl.where(before < INFINITY, before + 1, INFINITY).to(tl.int32).to(tl.float32, bitcast=True)
+    tl.store(reals_ptr + slots * 8, tl.where(some, largest, NOT_MEASURED))
+    tl.store(reals_ptr + slots * 9, -least)
+    tl.store(reals_ptr + slots * 10, tl.max(neg_scale, axis=0))
+    tl.store(reals_ptr + slots * 11, tl.max(scale_high, axis=0))
+    tl.store(reals_ptr + slots * 12, tl.max(stale, axis=0))
 
 
 def round_trip(
@@ -253,6 +352,7 @@ def round_trip(
     codes: Tensor | None = None,
     rounding: str = "nearest",
     power_of_two: bool = False,
+    histogram: bool = True,
     out: RowSums | None = None,
 ) -> RowSums:
     """Twin of `roundtrip.round_trip` for `SCALINGS`; `codes` must have the format's own dtype."""
@@ -263,39 +363,36 @@ def round_trip(
         raise Invalid("codes.dtype", codes.dtype, f"must be {DTYPES[element.name]}, as quantize returns them")
     row = RowSums.zeros(x.device) if out is None else out
     block = scaling == "block 128x128"
-    size = TILE_EDGE if block else _TILE_ROWS
+    transposed = x.stride(0) == 1 and x.stride(1) != 1
+    layout = _ROWS_ADJACENT if transposed else _COLUMNS_ADJACENT
     tiles = triton.cdiv(x.shape[1], TILE_EDGE)
-    slots = triton.cdiv(x.shape[0], size) * tiles
-    partial = _Partial(x, slots)
+    steps = triton.cdiv(x.shape[0], layout["ROWS"])
+    most = _MOST_ELEMENTS * layout["LANES"] // TILE_EDGE
+    slabs = TILE_EDGE // layout["ROWS"] if block else _slabs(steps, tiles, _RESIDENT[not transposed], most)
+    slots = triton.cdiv(steps, slabs) * tiles
+    partials = Partials(x, slots, histogram=histogram)
     if slots:
         groups = triton.cdiv(x.shape[0], TILE_EDGE) if block else x.shape[0]
         used = x if scales is None else scales.float().expand(groups, tiles)
         given = x if codes is None else codes.view(torch.uint8)
+        whole_rows = TILE_EDGE if block else layout["ROWS"]
         with torch.cuda.device_of(x):
             _round_trip_kernel[(slots,)](
-                x, used, given, partial.ints, partial.reals, *x.shape, *x.stride(), *used.stride(),
-                *given.stride(), LARGEST=element.largest, SUBNORMAL=element.smallest_subnormal,
+                x, used, given, partials.ints, partials.reals, *x.shape, *x.stride(), *used.stride(),
+                *given.stride(), slabs, LARGEST=element.largest, SUBNORMAL=element.smallest_subnormal,
                 BAD=_bad(element), CODE=CODE_TYPES[element.name], BLOCK=block, GIVEN=scales is not None,
                 CODED=codes is not None, STOCHASTIC=rounding == "stochastic", POWER_OF_TWO=power_of_two,
-                ROWS=size, num_warps=16 if block else 4,
+                HISTOGRAM=histogram, EVEN=x.shape[0] % whole_rows == 0 and x.shape[1] % TILE_EDGE == 0,
+                PACKED=x.is_cuda and x.dtype == torch.bfloat16, **layout, num_warps=1,
             )
-    partial.merge_into(row, x)
+    partials.merge_into(row, x)
     return row
 
 
-class _Partial:
-    """Results of every program: ints [51, slots], reals [13, slots], uninitialised."""
-
-    def __init__(self, x: Tensor, slots: int) -> None:
-        self.slots = slots
-        self.ints = x.new_empty((_COUNTS.value + _BINS.value, slots), dtype=torch.int32)
-        self.reals = x.new_empty((_SUMS.value + _MAXES.value, slots), dtype=torch.float64)
-
-    def merge_into(self, row: RowSums, x: Tensor) -> None:
-        """Adds everything, one call and the elements of x to `row`, in place."""
-        with torch.cuda.device_of(x):
-            _merge_kernel[(len(self.ints) + len(self.reals),)](
-                self.ints, self.reals, *row, self.slots, x.numel(), CHUNK=_CHUNK, num_warps=8)
+@functools.lru_cache(1024)
+def _slabs(steps: int, tiles: int, resident: int, most: int) -> int:
+    """Slabs a program, at most `most`: the fewest waves of `resident` programs, each dearer by its set-up."""
+    return min(range(1, most + 1), key=lambda s: -(-(-(-steps // s) * tiles) // resident) * (s + 0.4))
 
 
 def _bad(element: Format) -> float:
