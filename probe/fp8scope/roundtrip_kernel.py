@@ -43,6 +43,7 @@ from fp8scope.slab_kernel import (
     folded_max,
     load_bits,
     load_chunk,
+    packs,
     reciprocal,
     scan,
     scan_bits,
@@ -383,7 +384,7 @@ def round_trip(
                 BAD=_bad(element), CODE=CODE_TYPES[element.name], BLOCK=block, GIVEN=scales is not None,
                 CODED=codes is not None, STOCHASTIC=rounding == "stochastic", POWER_OF_TWO=power_of_two,
                 HISTOGRAM=histogram, EVEN=x.shape[0] % whole_rows == 0 and x.shape[1] % TILE_EDGE == 0,
-                PACKED=x.is_cuda and x.dtype == torch.bfloat16, **layout, num_warps=1,
+                PACKED=x.is_cuda and x.dtype == torch.bfloat16 and packs(x.device), **layout, num_warps=1,
             )
     partials.merge_into(row, x)
     return row

@@ -8,6 +8,9 @@ Two bf16 share a 32-bit register. `scan` compares both with one instruction (bit
 `quantize_kernel`), `widen` makes fp32 of each with one.
 """
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 
@@ -68,6 +71,12 @@ def load_bits(ptr: tl.tensor, rows: tl.tensor, columns: tl.tensor, k: tl.tensor,
               stride_r: tl.tensor, stride_c: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
     """The bits of |x| as fp32 of a chunk."""
     return magnitude_bits(load_chunk(ptr, rows, columns, k, R, C, stride_r, stride_c, EVEN).to(tl.float32))
+
+
+@cache
+def packs(device: torch.device) -> bool:
+    """Whether `device` computes on two 16-bit integers at once, as `scan` does: from Hopper on."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
