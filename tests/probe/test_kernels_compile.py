@@ -20,7 +20,8 @@ def test_round_trip_compiles(capability: int, packed: bool, layout: str) -> None
     constants: dict[str, Any] = {
         "LARGEST": 448.0, "SUBNORMAL": 2.0**-9, "BAD": 0.01, "CODE": triton.language.float8e4nv,
         "BLOCK": False, "GIVEN": False, "CODED": False, "STOCHASTIC": False, "POWER_OF_TWO": False,
-        "HISTOGRAM": True, "EVEN": True, "PACKED": packed, "stride_r" if layout == "_ROWS_ADJACENT" else "stride_c": 1,
+        "HISTOGRAM": True, "EVEN": True, "PACKED": packed,
+        "stride_r" if layout == "_ROWS_ADJACENT" else "stride_c": 1,
         **getattr(roundtrip_kernel, layout),
     }
     kinds = {"x_ptr": "*bf16", "scales_ptr": "*bf16", "codes_ptr": "*bf16", "ints_ptr": "*i32",
