@@ -9,7 +9,8 @@ The rest of the loop stays as it is. See `attach`.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fp8scope.scope import Scope, attach
+    from fp8scope.attachment import attach
+    from fp8scope.scope import Scope
 
 __all__ = ["Scope", "attach"]
 
@@ -18,6 +19,6 @@ def __getattr__(name: str) -> Any:
     """Loads torch when the probe is first used: the console script runs on machines without one."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fp8scope import scope
+    from fp8scope import attachment
 
-    return getattr(scope, name)
+    return getattr(attachment, name)

@@ -14,7 +14,9 @@ from typing import Any, Required, TypedDict
 from torch import nn
 from torch.optim import Optimizer
 
-from fp8scope.scope import Scope, attach, check_arguments, format_names
+from fp8scope.arguments import check_arguments, format_names
+from fp8scope.attachment import attach
+from fp8scope.scope import Scope
 from fp8scope.sentinels import Number
 from fp8scope.settings import read_settings
 

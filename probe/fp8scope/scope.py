@@ -1,6 +1,4 @@
-"""`attach`: one line that puts the probe on a training job, and the clock that counts its steps.
-
-    scope = fp8scope.attach(model, optimizer, run="pretrain-7b", every=10)
+"""The scope: a probe on one model, and the clock that counts its steps.
 
 A step closes at the first training forward of the model after an optimizer's step (or, where a compiled model
 hides its forwards, when an optimizer steps again), or when the job says `scope.step(n)`; once a job has said
@@ -12,41 +10,30 @@ the only moment at which the training thread may wait for the probe, and by then
 """
 
 import atexit
-import platform
-import socket
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
-from numbers import Integral
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fp8scope.arguments import bare, check_unattached, is_whole
 from fp8scope.hooks import install
 from fp8scope.inert import Inert, InertObserver, can_report
-from fp8scope.layers import find_layers, find_unobserved, parameter_places
-from fp8scope.precision import precision_map, set_precision
-from fp8scope.ranks import join_ranks
+from fp8scope.layers import find_layers, parameter_places
+from fp8scope.precision import set_precision
 from fp8scope.rows import Rows
 from fp8scope.sentinels import Number, Sentinels
-from fp8scope.settings import read_settings
 from fp8scope.states import StateRecorder, measure_states
 from fp8scope.sums import SentinelSums, StepRecord, StepWorker
 from fp8scope.watch import Watch
-from fp8scope.worker import Worker
-from fp8scope_protocol.access import read_token
 from fp8scope_protocol.commands import Command, CommandReport
 from fp8scope_protocol.errors import Fp8scopeError, Invalid
 from fp8scope_protocol.formats import parse_format
-from fp8scope_protocol.wire import Hello, check_run
 
 
 class RootHook(Inert):
@@ -72,7 +59,7 @@ class Scope:
         self, model: nn.Module, optimizers: tuple[Optimizer, ...], *, worker: StepWorker, every: int,
         formats: tuple[str, ...] = ("e4m3",), start_step: int = 0,
     ) -> None:
-        _check_unattached(model)
+        check_unattached(model)
         self.every = every
         self.current = start_step
         """The step under way."""
@@ -87,7 +74,7 @@ class Scope:
         self._closed = False
         self._awaited: deque[int] = deque()
         self._reports: list[CommandReport] = []
-        device = _device_of(model)
+        device = device_of(model)
         self._watch = Watch(Rows(device), formats=tuple(parse_format(name) for name in formats),
                             rank=worker.rank, world=worker.world)
         self._sentinels = Sentinels(device, world=worker.world)
@@ -122,7 +109,7 @@ class Scope:
 
         From the first call on only these calls close steps. Further arguments are those of `log`.
         """
-        if n is not None and not _is_whole(n, least=0):
+        if n is not None and not is_whole(n, least=0):
             raise Invalid("n", n, "must be a step number, 0 or more, or None for the current step")
         if self._closed:
             return
@@ -253,119 +240,7 @@ class Scope:
         return CommandReport(id=command.id, state="applied", step=self.current, precision=precision)
 
 
-def attach(
-    model: nn.Module,
-    optimizers: Optimizer | Iterable[Optimizer] = (),
-    *,
-    run: str,
-    every: int = 10,
-    collector: str | None = None,
-    spool: str | Path | None = None,
-    resume: bool = False,
-    start_step: int | None = None,
-    formats: Iterable[str] = ("e4m3",),
-    remote_control: bool = False,
-) -> Scope:
-    """Puts the probe on `model`. Call it on every rank, after sharding if the model is sharded.
-
-    run: name of the run; a name used before starts a new run, unless `resume` continues the newest of it.
-    every: steps between two full measurements; sentinels are taken in every step.
-    collector: address, or `offline`; else FP8SCOPE_COLLECTOR, else http://127.0.0.1:8050.
-    start_step: number of the first step; None takes it from the optimizer's state, which is 0 for a new run.
-    formats: measured as what-ifs in layers that do not quantize by themselves.
-    remote_control: whether the collector may change the precision of layers.
-
-    A model that has a probe is refused: its layers can report to one only.
-    """
-    if not isinstance(model, nn.Module):
-        raise Invalid("model", type(model).__name__, "must be a torch.nn.Module")
-    given = tuple(map(bare, optimizers if isinstance(optimizers, Iterable) else (optimizers,)))
-    names = format_names(formats)
-    check_arguments(run, every, start_step, names)
-    every = int(every)
-    _check_unattached(model)
-    settings = read_settings(collector=collector, spool=spool)
-    first = _first_step(given) if start_step is None else int(start_step)
-    ranks = join_ranks(
-        repr((run, every, names, remote_control, resume, first)),
-        handshake_seconds=settings.handshake_seconds, reduce_seconds=settings.reduce_seconds,
-    )
-    hello = Hello(
-        run=run, attempt="", producer="", resume=resume, every=every, remote_control=remote_control,
-        started_ns=time.time_ns(), host=socket.gethostname(), precision=precision_map(find_layers(model)),
-        unobserved=find_unobserved(model), facts=_facts(model, given),
-    )
-    worker = Worker(hello, ranks=ranks, settings=settings, token=read_token())
-    return Scope(model, given, worker=worker, every=every, formats=names, start_step=first)
-
-
-def bare(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside the wrappers of Accelerate, Lightning and others, which have no step hooks."""
-    while (inner := getattr(optimizer, "optimizer", None)) is not None:
-        optimizer = inner
-    if not isinstance(optimizer, Optimizer):
-        raise Invalid("optimizers", type(optimizer).__name__, "must be a torch.optim.Optimizer, or wrap one")
-    return optimizer
-
-
-def format_names(formats: Iterable[str]) -> tuple[str, ...]:
-    """Each name once; a single one may stand for itself."""
-    if not isinstance(formats, Iterable):
-        raise Invalid("formats", formats, "must be names of formats")
-    return (formats,) if isinstance(formats, str) else tuple(dict.fromkeys(formats))
-
-
-def check_arguments(run: str, every: int, start_step: int | None, formats: tuple[str, ...]) -> None:
-    """Refuses what `attach` could not work with."""
-    check_run(run)
-    if not _is_whole(every, least=1):
-        raise Invalid("every", every, "must be a number of steps, 1 or more")
-    if start_step is not None and not _is_whole(start_step, least=0):
-        raise Invalid("start_step", start_step, "must be a step number, 0 or more")
-    if not formats:
-        raise Invalid("formats", formats, "must name at least one format")
-    for name in formats:
-        parse_format(name)
-
-
-def _is_whole(n: object, *, least: int) -> bool:
-    """Python's integers and NumPy's, but not True."""
-    return isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= least
-
-
-def _check_unattached(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if any(isinstance(hook, Inert) for hook in module._forward_pre_hooks.values()):
-            raise Invalid("model", name or type(model).__name__, "has a probe already; close its scope first")
-
-
-def _first_step(optimizers: tuple[Optimizer, ...]) -> int:
-    """How many steps the optimizers have made, by their own count; 0 if they do not count."""
-    counts = [state["step"] for one in optimizers for state in one.state.values()
-              if isinstance(state, Mapping) and isinstance(state.get("step"), int | float | Tensor)]
-    return max((int(count) for count in counts), default=0)
-
-
-def _facts(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, str]:
-    return {
-        "model": type(model).__name__,
-        "parameters": str(sum(p.numel() for p in model.parameters() if not is_lazy(p))),
-        "optimizer": ", ".join(type(one).__name__ for one in optimizers),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "fp8scope": _own_version(),
-        "device": str(_device_of(model)),
-    }
-
-
-def _own_version() -> str:
-    try:
-        return version("fp8scope")
-    except PackageNotFoundError:
-        return "not installed"  # imported from a folder
-
-
-def _device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
     """Where the sums are kept: with the first parameter on an accelerator, else on the CPU."""
     devices = (p.device for p in model.parameters())
     return next((one for one in devices if one.type not in ("cpu", "meta")), torch.device("cpu"))

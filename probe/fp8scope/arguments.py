@@ -1,0 +1,53 @@
+"""What `attach` and its callbacks are given, checked: the wrong is refused before a model is touched."""
+
+from collections.abc import Iterable
+from numbers import Integral
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fp8scope.inert import Inert
+from fp8scope_protocol.errors import Invalid
+from fp8scope_protocol.formats import parse_format
+from fp8scope_protocol.wire import check_run
+
+
+def bare(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside the wrappers of Accelerate, Lightning and others, which have no step hooks."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    if not isinstance(optimizer, Optimizer):
+        raise Invalid("optimizers", type(optimizer).__name__, "must be a torch.optim.Optimizer, or wrap one")
+    return optimizer
+
+
+def format_names(formats: Iterable[str]) -> tuple[str, ...]:
+    """Each name once; a single one may stand for itself."""
+    if not isinstance(formats, Iterable):
+        raise Invalid("formats", formats, "must be names of formats")
+    return (formats,) if isinstance(formats, str) else tuple(dict.fromkeys(formats))
+
+
+def check_arguments(run: str, every: int, start_step: int | None, formats: tuple[str, ...]) -> None:
+    """Refuses what `attach` could not work with."""
+    check_run(run)
+    if not is_whole(every, least=1):
+        raise Invalid("every", every, "must be a number of steps, 1 or more")
+    if start_step is not None and not is_whole(start_step, least=0):
+        raise Invalid("start_step", start_step, "must be a step number, 0 or more")
+    if not formats:
+        raise Invalid("formats", formats, "must name at least one format")
+    for name in formats:
+        parse_format(name)
+
+
+def is_whole(n: object, *, least: int) -> bool:
+    """Python's integers and NumPy's, but not True."""
+    return isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= least
+
+
+def check_unattached(model: nn.Module) -> None:
+    """Refuses a model that has a probe: its layers can report to one only."""
+    for name, module in model.named_modules():
+        if any(isinstance(hook, Inert) for hook in module._forward_pre_hooks.values()):
+            raise Invalid("model", name or type(model).__name__, "has a probe already; close its scope first")

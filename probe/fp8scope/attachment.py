@@ -1,0 +1,99 @@
+"""`attach`: one line that puts the probe on a training job.
+
+    scope = fp8scope.attach(model, optimizer, run="pretrain-7b", every=10)
+"""
+
+import platform
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from fp8scope.arguments import bare, check_arguments, check_unattached, format_names
+from fp8scope.layers import find_layers, find_unobserved
+from fp8scope.precision import precision_map
+from fp8scope.ranks import join_ranks
+from fp8scope.scope import Scope, device_of
+from fp8scope.settings import read_settings
+from fp8scope.worker import Worker
+from fp8scope_protocol.access import read_token
+from fp8scope_protocol.errors import Invalid
+from fp8scope_protocol.wire import Hello
+
+
+def attach(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    *,
+    run: str,
+    every: int = 10,
+    collector: str | None = None,
+    spool: str | Path | None = None,
+    resume: bool = False,
+    start_step: int | None = None,
+    formats: Iterable[str] = ("e4m3",),
+    remote_control: bool = False,
+) -> Scope:
+    """Puts the probe on `model`. Call it on every rank, after sharding if the model is sharded.
+
+    run: name of the run; a name used before starts a new run, unless `resume` continues the newest of it.
+    every: steps between two full measurements; sentinels are taken in every step.
+    collector: address, or `offline`; else FP8SCOPE_COLLECTOR, else http://127.0.0.1:8050.
+    start_step: number of the first step; None takes it from the optimizer's state, which is 0 for a new run.
+    formats: measured as what-ifs in layers that do not quantize by themselves.
+    remote_control: whether the collector may change the precision of layers.
+
+    A model that has a probe is refused: its layers can report to one only.
+    """
+    if not isinstance(model, nn.Module):
+        raise Invalid("model", type(model).__name__, "must be a torch.nn.Module")
+    given = tuple(map(bare, optimizers if isinstance(optimizers, Iterable) else (optimizers,)))
+    names = format_names(formats)
+    check_arguments(run, every, start_step, names)
+    every = int(every)
+    check_unattached(model)
+    settings = read_settings(collector=collector, spool=spool)
+    first = _first_step(given) if start_step is None else int(start_step)
+    ranks = join_ranks(
+        repr((run, every, names, remote_control, resume, first)),
+        handshake_seconds=settings.handshake_seconds, reduce_seconds=settings.reduce_seconds,
+    )
+    hello = Hello(
+        run=run, attempt="", producer="", resume=resume, every=every, remote_control=remote_control,
+        started_ns=time.time_ns(), host=socket.gethostname(), precision=precision_map(find_layers(model)),
+        unobserved=find_unobserved(model), facts=_facts(model, given),
+    )
+    worker = Worker(hello, ranks=ranks, settings=settings, token=read_token())
+    return Scope(model, given, worker=worker, every=every, formats=names, start_step=first)
+
+
+def _first_step(optimizers: tuple[Optimizer, ...]) -> int:
+    """How many steps the optimizers have made, by their own count; 0 if they do not count."""
+    counts = [state["step"] for one in optimizers for state in one.state.values()
+              if isinstance(state, Mapping) and isinstance(state.get("step"), int | float | Tensor)]
+    return max((int(count) for count in counts), default=0)
+
+
+def _facts(model: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, str]:
+    return {
+        "model": type(model).__name__,
+        "parameters": str(sum(p.numel() for p in model.parameters() if not is_lazy(p))),
+        "optimizer": ", ".join(type(one).__name__ for one in optimizers),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "fp8scope": _own_version(),
+        "device": str(device_of(model)),
+    }
+
+
+def _own_version() -> str:
+    try:
+        return version("fp8scope")
+    except PackageNotFoundError:
+        return "not installed"  # imported from a folder
