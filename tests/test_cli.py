@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +87,27 @@ def test_up_ends_when_one_of_its_services_does(short_home: Path) -> None:
     assert up.returncode == 2
     assert said.startswith("fp8scope up: the collector ended with code -9")
     assert not any(Path(f"/proc/{pid}").exists() for pid in dashboard)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_heeds_a_signal_while_it_starts(short_home: Path, number: signal.Signals) -> None:
+    """Started in a shell's background, where SIGINT is ignored, and told to end before it serves."""
+    up = subprocess.Popen(
+        [sys.executable, "-m", "fp8scope.cli", "up", "--port", str(_free_port()), "--dashboard-port",
+         str(_free_port())], env=os.environ | {"FP8SCOPE_HOME": str(short_home)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    with up:
+        deadline = time.monotonic() + 60
+        while not (children := _children(up.pid)):
+            assert up.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        up.send_signal(number)
+        shown, said = up.communicate(timeout=90)
+    assert (up.returncode, shown) == (130, "")
+    assert "Traceback" not in said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
 @pytest.fixture

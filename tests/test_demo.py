@@ -47,14 +47,20 @@ def _demo(home: Path, ports: tuple[int, int], *arguments: str) -> subprocess.Pop
 
 def _processes(home: Path) -> list[str]:
     """Command lines of all processes that were started for `home`."""
-    found = []
+    return list(_processes_by_id(home).values())
+
+
+def _processes_by_id(home: Path) -> dict[int, str]:
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if f"FP8SCOPE_HOME={home}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if line.strip():
+                    found[int(folder.name)] = line
         except OSError:  # it ended meanwhile, or is somebody else's
             continue
-    return [line for line in found if line.strip()]
+    return found
 
 
 def _runs(home: Path, ports: tuple[int, int]) -> list[RunDocument]:
@@ -107,4 +113,29 @@ def test_a_second_start_finds_the_old_run_and_ctrl_c_leaves_nothing(
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+    assert _processes(home) == []
+
+
+@pytest.mark.timeout(240)
+def test_a_collector_that_dies_is_one_clear_message(home: Path, ports: tuple[int, int]) -> None:
+    """The collector is killed while the demo asks it for its first run: no traceback, nothing left behind."""
+    process = _demo(home, ports)
+    try:
+        log = home / "logs" / "demo.log"
+        log.unlink(missing_ok=True)
+        deadline = time.monotonic() + 120
+        while not log.exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        [collector] = [pid for pid, line in _processes_by_id(home).items() if "fp8scope_server.serve" in line]
+        os.kill(collector, signal.SIGKILL)
+        _, messages = process.communicate(timeout=90)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert process.returncode == 2
+    assert "fp8scope demo: the collector ended with code -9" in messages
+    assert "Traceback" not in messages
     assert _processes(home) == []

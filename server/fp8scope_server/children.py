@@ -61,6 +61,14 @@ class Child:
         self.stop()
 
 
+def check_running(children: Sequence[Child]) -> None:
+    """Raise, with the end of its log, when one of `children` has ended by itself."""
+    for child in children:
+        if not child.running:
+            raise Fp8scopeError(f"the {child.name} ended with code {child.process.returncode}; what it "
+                                f"stored is kept; its log {child.log} ends with:\n" + child.last_lines())
+
+
 def _opened(log: Path) -> BinaryIO:
     try:
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,6 @@ import sys
 import time
 from dataclasses import dataclass
 
-import httpx
-import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -23,7 +21,8 @@ from fp8scope_protocol.documents import RunDocument
 from fp8scope_protocol.errors import Fp8scopeError, Invalid
 from fp8scope_protocol.rules import Clause, Condition, Rule
 from fp8scope_server.children import Child
-from fp8scope_server.story import get, read_story
+from fp8scope_server.reader import Reader
+from fp8scope_server.story import read_story
 from fp8scope_server.up import Services, raise_on_terminate, services, wait_for_interrupt
 
 DEFAULT_STEPS = 110
@@ -83,14 +82,13 @@ def train(found: Services, plan: DemoPlan, name: str, *, rule: Rule | None, prog
     with found.client() as client, Child(name, "fp8scope.cli", log=log,
                                          arguments=plan.train_arguments(name, found.collector),
                                          environment={"OMP_NUM_THREADS": "1"}) as child:
-        known = {one.id for one in get(client, "/runs", list[RunDocument])}
-        run = _new_run(client, child, name, known)
+        reader = Reader(client, found.children)
+        known = {one.id for one in reader.get("/runs", list[RunDocument])}
+        run = _new_run(reader, child, name, known)
         if rule is not None:
-            body = msgspec.json.encode(rule)
-            client.put(f"/runs/{run}/rules/{rule.name}", content=body,
-                       headers={"content-type": "application/json"}).raise_for_status()
+            reader.put(f"/runs/{run}/rules/{rule.name}", rule)
         while child.running:
-            last = get(client, f"/runs/{run}", RunDocument).last_step
+            last = reader.get(f"/runs/{run}", RunDocument).last_step
             progress.update(bar, completed=0 if last is None else last + 1)
             time.sleep(0.5)
         if child.process.returncode != 0:
@@ -100,9 +98,9 @@ def train(found: Services, plan: DemoPlan, name: str, *, rule: Rule | None, prog
     return run
 
 
-def _new_run(client: httpx.Client, child: Child, name: str, known: set[str]) -> str:
+def _new_run(reader: Reader, child: Child, name: str, known: set[str]) -> str:
     while child.running:
-        for one in get(client, "/runs", list[RunDocument]):
+        for one in reader.get("/runs", list[RunDocument]):
             if one.name == name and one.id not in known:
                 return one.id
         time.sleep(0.2)
@@ -118,7 +116,8 @@ def perform(plan: DemoPlan, found: Services, *, console: Console, json: bool) ->
         run = train(found, plan, "demo", rule=rescue_rule(), progress=progress)
         control = train(found, plan, "demo-without-rule", rule=None, progress=progress)
     with found.client() as client:
-        story = read_story(client, run=run, control=control, fault_step=plan.fault_step)
+        reader = Reader(client, found.children)
+        story = read_story(reader, run=run, control=control, fault_step=plan.fault_step)
     console.print(story.as_table())
     missing = story.shortfalls(ranks=plan.ranks)
     for line in missing:

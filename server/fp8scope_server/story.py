@@ -2,16 +2,13 @@
 
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import TypeVar
 
-import httpx
 import msgspec
 from rich.table import Table
 
 from fp8scope_protocol.commands import Command
 from fp8scope_protocol.documents import EventDocument, RunDocument, StepsDocument, from_number
-
-_Document = TypeVar("_Document")
+from fp8scope_server.reader import Reader
 
 WINDOW = 5
 """Steps over which a loss is averaged."""
@@ -75,16 +72,16 @@ class Story:
         return table
 
 
-def read_story(client: httpx.Client, *, run: str, control: str, fault_step: int) -> Story:
+def read_story(reader: Reader, *, run: str, control: str, fault_step: int) -> Story:
     """Put the story of `run` together from what the collector stored."""
-    document = get(client, f"/runs/{run}", RunDocument)
-    commands = get(client, f"/runs/{run}/commands", list[Command])
-    events = get(client, f"/runs/{run}/events?limit=1000", list[EventDocument])
+    document = reader.get(f"/runs/{run}", RunDocument)
+    commands = reader.get(f"/runs/{run}/commands", list[Command])
+    events = reader.get(f"/runs/{run}/events?limit=1000", list[EventDocument])
     applied = [one for one in commands if one.state == "applied"]
     fallback = next((one for one in applied if one.action.precision != "fp8"), None)
     returned = next((one for one in applied if one.action.precision == "fp8"), None)
-    steps, losses = _losses(client, run)
-    _, control_losses = _losses(client, control)
+    steps, losses = _losses(reader, run)
+    _, control_losses = _losses(reader, control)
     alerts = [event.step for event in events if event.kind == "alert"]
     return Story(
         steps=len(steps),
@@ -100,13 +97,6 @@ def read_story(client: httpx.Client, *, run: str, control: str, fault_step: int)
     )
 
 
-def get(client: httpx.Client, path: str, kind: type[_Document]) -> _Document:
-    """GET `path` and read it as `kind`."""
-    reply = client.get(path)
-    reply.raise_for_status()
-    return msgspec.json.decode(reply.content, type=kind)
-
-
-def _losses(client: httpx.Client, run: str) -> tuple[list[int], list[float]]:
-    document = get(client, f"/runs/{run}/steps", StepsDocument)
+def _losses(reader: Reader, run: str) -> tuple[list[int], list[float]]:
+    document = reader.get(f"/runs/{run}/steps", StepsDocument)
     return document.steps, [from_number(value) for value in document.columns["loss"]]

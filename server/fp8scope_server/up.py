@@ -14,7 +14,7 @@ import httpx
 
 from fp8scope_protocol.access import data_home, ensure_token
 from fp8scope_protocol.errors import Fp8scopeError, Invalid
-from fp8scope_server.children import Child
+from fp8scope_server.children import Child, check_running
 
 START_SECONDS = 120.0
 """Longest wait for a service: a first start creates a database cluster, a start after a crash replays one."""
@@ -69,18 +69,17 @@ def wait_for_interrupt(children: Sequence[Child]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
     while not stopped.wait(1):
-        for child in children:
-            if not child.running and not stopped.is_set():
-                raise Fp8scopeError(f"the {child.name} ended with code {child.process.returncode}; what it "
-                                    f"stored is kept; its log {child.log} ends with:\n" + child.last_lines())
+        if not stopped.is_set():
+            check_running(children)
 
 
 def raise_on_terminate() -> None:
-    """SIGTERM ends this process as Ctrl-C does: through every `with` block."""
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    """SIGTERM and Ctrl-C end this process through every `with` block, at its start too.
 
-    signal.signal(signal.SIGTERM, interrupt)
+    A shell starts a background job with SIGINT ignored, and Python then leaves it so.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 def _check_free(name: str, port: int) -> None:
