@@ -63,9 +63,9 @@ def test_a_collector_that_stays_silent_is_one_clear_error() -> None:
     """Nobody listens: the address's own words, no traceback of the HTTP client."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with httpx.Client(base_url=url, trust_env=False) as client:
-        with pytest.raises(Fp8scopeError, match="the collector does not answer"):
-            Reader(client, silence_seconds=0.0).get("/runs", list[int])
+    with (httpx.Client(base_url=url, trust_env=False) as client,
+          pytest.raises(Fp8scopeError, match="the collector does not answer")):
+        Reader(client, silence_seconds=0.0).get("/runs", list[int])
 
 
 def test_a_collector_that_ended_is_named_with_its_log(tmp_path: Path) -> None:
@@ -74,6 +74,6 @@ def test_a_collector_that_ended_is_named_with_its_log(tmp_path: Path) -> None:
     path = ":".join([str(tmp_path), *sys.path])
     with Child("collector", "ends", log=tmp_path / "log", environment={"PYTHONPATH": path}) as child:
         child.process.wait()
-        with httpx.Client(base_url="http://127.0.0.1:9", trust_env=False) as client:
-            with pytest.raises(Fp8scopeError, match=r"(?s)the collector ended with code 3.*out of luck"):
-                Reader(client, [child]).get("/runs", list[int])
+        with (httpx.Client(base_url="http://127.0.0.1:9", trust_env=False) as client,
+              pytest.raises(Fp8scopeError, match=r"(?s)the collector ended with code 3.*out of luck")):
+            Reader(client, [child]).get("/runs", list[int])
