@@ -10,10 +10,20 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from fp8scope import quantize, roundtrip
+from fp8scope import quantize as reference
+from fp8scope import roundtrip
 from fp8scope.quantize import Quantized
 from fp8scope.sums import RowSums
 from fp8scope_protocol.formats import Format
+
+
+def quantize(x: Tensor, element: Format, scaling: str, *, scales: Tensor | None = None) -> Quantized:
+    """x [R, C] in any format and scaling; see `quantize.quantize`."""
+    if scaling == "tile 1x128":
+        return quantize_tiles(x, element, scales=scales)
+    if scaling == "block 128x128":
+        return quantize_blocks(x, element, scales=scales)
+    return reference.quantize(x, element, scaling, scales=scales)
 
 
 def quantize_tiles(
@@ -21,7 +31,7 @@ def quantize_tiles(
 ) -> Quantized:
     """[1,128] tiles of x [R, C]; see `quantize.quantize_tiles`."""
     if not runs_kernels(x, element):
-        return quantize.quantize_tiles(x, element, scales=scales, power_of_two=power_of_two)
+        return reference.quantize_tiles(x, element, scales=scales, power_of_two=power_of_two)
     from fp8scope import quantize_kernel
 
     return quantize_kernel.quantize_tiles(x, element, scales=scales, power_of_two=power_of_two)
@@ -32,7 +42,7 @@ def quantize_tiles_both(
 ) -> tuple[Quantized, Quantized]:
     """[1,128] tiles of x [R, C] and of x.t(), on CUDA from one read."""
     if not runs_kernels(x, element):
-        return quantize.quantize_tiles_both(x, element, power_of_two=power_of_two)
+        return reference.quantize_tiles_both(x, element, power_of_two=power_of_two)
     from fp8scope import quantize_kernel
 
     return quantize_kernel.quantize_tiles_both(x, element, power_of_two=power_of_two)
@@ -43,7 +53,7 @@ def quantize_blocks(
 ) -> Quantized:
     """[128,128] blocks of x [R, C]; see `quantize.quantize_blocks`."""
     if not runs_kernels(x, element):
-        return quantize.quantize_blocks(x, element, scales=scales, power_of_two=power_of_two)
+        return reference.quantize_blocks(x, element, scales=scales, power_of_two=power_of_two)
     from fp8scope import quantize_kernel
 
     return quantize_kernel.quantize_blocks(x, element, scales=scales, power_of_two=power_of_two)

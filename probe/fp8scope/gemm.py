@@ -15,21 +15,23 @@ import math
 import torch
 from torch import Tensor
 
-from fp8scope.backend import quantize_blocks, quantize_tiles
-from fp8scope.quantize import Quantized, dequantize, quantize_tensor
+from fp8scope.backend import quantize
+from fp8scope.quantize import Quantized, dequantize
 from fp8scope_protocol.formats import Format
 
 SAMPLED_ROWS = 64
 
 
 def gemm_error(
-    x: Tensor, weight: Tensor, element: Format, *, x_scales: Tensor | None = None,
-    weight_scales: Tensor | None = None,
+    x: Tensor, weight: Tensor, element: Format, *,
+    x_scaling: str = "tile 1x128", weight_scaling: str = "block 128x128",
+    x_scales: Tensor | None = None, weight_scales: Tensor | None = None,
 ) -> Tensor:
     """float64 []: -inf where there is nothing to compare. x [M, K], weight [N, K], high precision.
 
-    Without scales: current ones, activations in [1,128] tiles and the weight in [128,128] blocks. With: what
-    was really used, tiles and blocks, or one scale each.
+    Without scales: current ones. With: what was really used, by `x_scaling` and `weight_scaling`, or one
+    scale for all. The sampled rows of x are quantized on their own: a current scale that spans rows is that
+    of the sample.
     """
     if x.numel() == 0 or weight.numel() == 0:
         return torch.full((), -math.inf, dtype=torch.float64, device=x.device)
@@ -37,8 +39,8 @@ def gemm_error(
     if x_scales is not None and x_scales.shape[0] == x.shape[0]:
         x_scales = x_scales[rows]
     x = x[rows].float()
-    dx = dequantize(_quantize_x(x, element, x_scales))
-    dw = dequantize(_quantize_weight(weight, element, weight_scales))
+    dx = dequantize(_quantize(x, element, x_scaling, x_scales))
+    dw = dequantize(_quantize(weight, element, weight_scaling, weight_scales))
     power = _power_of_two(x)
     exact = (x / power) @ weight.float().t()
     error = (dx / power) @ dw.t() - exact
@@ -54,16 +56,10 @@ def sampled_rows(rows: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device) * rows // count
 
 
-def _quantize_x(x: Tensor, element: Format, scales: Tensor | None) -> Quantized:
+def _quantize(x: Tensor, element: Format, scaling: str, scales: Tensor | None) -> Quantized:
     if scales is not None and scales.numel() == 1:
-        return quantize_tensor(x, element, scales=scales)
-    return quantize_tiles(x, element, scales=scales)
-
-
-def _quantize_weight(weight: Tensor, element: Format, scales: Tensor | None) -> Quantized:
-    if scales is not None and scales.numel() == 1:
-        return quantize_tensor(weight, element, scales=scales)
-    return quantize_blocks(weight, element, scales=scales)
+        return quantize(x, element, "tensorwise", scales=scales)
+    return quantize(x, element, scaling, scales=scales)
 
 
 def _power_of_two(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from fp8scope_protocol.formats import Format, parse_format
 from fp8scope_protocol.series import Series
 
 ROLES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum"}
-FORMAT_OF = {dtype: name for name, dtype in DTYPES.items()}
+FORMAT_OF = {DTYPES[name]: name for name in ("e4m3", "e5m2", "int8", "bf16")}
 
 Places = dict[int, ParameterPlace]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fp8scope_protocol.errors import UnknownName
-from fp8scope_protocol.formats import FORMATS
+from fp8scope_protocol.formats import FORMATS, distortion_of, parse_scaling, sqnr_floor_db
 from fp8scope_protocol.series import Series
 
 Kind = Literal["count", "value"]
@@ -25,17 +25,19 @@ Group = Literal["round trip", "consequence", "sentinel"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """A reference line, for the roles, orientation and scale policy it was measured or published for."""
+    """A reference line, for the roles, formats, orientation and policy it was measured or published for."""
 
     value: float
     source: str
     roles: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
     orientation: str | None = None
     policy: str | None = None
 
     def applies(self, series: Series) -> bool:
         return (
             (not self.roles or series.role in self.roles)
+            and (not self.formats or series.format in self.formats)
             and self.orientation in (None, series.orientation)
             and self.policy in (None, series.policy)
         )
@@ -62,6 +64,8 @@ class Metric:
 
 _LING = "Ling 2.0 report, arXiv 2510.22115"
 _MEASURED = "measured for fp8scope, see docs/log.md"
+_E4M3_CODES = ("e4m3", "mxfp8")
+_FP8 = (*_E4M3_CODES, "e5m2")
 
 _ROUND_TRIP = (
     Metric(key="elements", unit="elements", kind="count", merge="sum", worse="neither", definition="N"),
@@ -76,14 +80,14 @@ _ROUND_TRIP = (
     Metric(key="underflow_ratio", unit="ratio",
            definition="#(x != 0 and q == 0) / N; under stochastic rounding #(0 < |x| < half the smallest "
                       "subnormal x s) / N",
-           limits=(Limit(value=0.005, source=_LING, orientation="rowwise"),)),
+           limits=(Limit(value=0.005, source=_LING, formats=_FP8, orientation="rowwise"),)),
     Metric(key="underflow_nonzero_ratio", unit="ratio", definition="underflowed elements / #(x != 0)"),
     Metric(key="zero_ratio", unit="ratio", definition="#(q == 0) / N", worse="neither"),
     Metric(key="distortion", unit="1 - cosine", floor=True,
            definition="1 - cos(x, d): n = sum e^2 / sum x^2, b = sum x e / sum x^2, c = sqrt(1 - 2b + n); "
                       "(n - b^2) / (c (c + 1 - b))",
-           limits=(Limit(value=5e-3, source=_MEASURED, roles=("activation",), policy="delayed"),
-                   Limit(value=1e-3, source=_MEASURED, policy="current"))),
+           limits=(Limit(value=5e-3, source=_MEASURED, roles=("activation",), formats=_FP8, policy="delayed"),
+                   Limit(value=1e-3, source=_MEASURED, formats=_E4M3_CODES, policy="current"))),
     Metric(key="gain", unit="ratio", definition="1 - b: sum x d / sum x^2", worse="neither"),
     Metric(key="sqnr_db", unit="dB", worse="low", floor=True,
            definition="10 log10(sum x^2 / sum e^2)"),
@@ -115,7 +119,7 @@ _CONSEQUENCE = (
     Metric(key="gemm_error", unit="ratio", merge="max", group="consequence", floor=True,
            definition="relative error of the GEMM's output on 64 sampled rows against high-precision "
                       "operands",
-           limits=(Limit(value=0.08, source=_MEASURED, roles=("activation",)),)),
+           limits=(Limit(value=0.08, source=_MEASURED, roles=("activation",), formats=_E4M3_CODES),)),
 )
 
 _SENTINELS = (
@@ -162,13 +166,13 @@ def parse_metric(key: str) -> Metric:
 
 
 def floor_of(metric: Metric, series: Series) -> float:
-    """The unavoidable value of `metric` in the format of `series`; 0 where there is none."""
+    """The unavoidable value of `metric` in format, scaling and rounding of `series`; 0 where there is none."""
     if not metric.floor:
         return 0.0
-    element = FORMATS[series.format]
+    sqnr_db = sqnr_floor_db(FORMATS[series.format], parse_scaling(series.scaling), series.rounding)
     if metric.key == "sqnr_db":
-        return element.sqnr_floor_db
+        return sqnr_db
     if metric.key == "gemm_error":
         # Two operands, each with relative error 10^(-sqnr/20), independent of one another.
-        return float((2.0 ** 0.5) * 10.0 ** (-element.sqnr_floor_db / 20.0))
-    return element.distortion_floor
+        return float((2.0 ** 0.5) * 10.0 ** (-sqnr_db / 20.0))
+    return distortion_of(sqnr_db)

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import msgspec
 
 from fp8scope_protocol.errors import Invalid
-from fp8scope_protocol.formats import SCALE_POLICIES, check_scaling, parse_format
+from fp8scope_protocol.formats import SCALE_POLICIES, parse_format, parse_scaling
 
 Role = Literal[
     "activation", "weight", "gradient",  # GEMM inputs
@@ -49,7 +49,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if not 0 < len(self.name) <= NAME_LIMIT or not self.name.isprintable():
             raise Invalid("name", self.name[:80], f"must be 1 to {NAME_LIMIT} printable characters")
         parse_format(self.format)
-        check_scaling(self.scaling)
+        parse_scaling(self.scaling)
         if self.policy not in SCALE_POLICIES:
             raise Invalid("policy", self.policy, f"must be one of {', '.join(SCALE_POLICIES)}")
 

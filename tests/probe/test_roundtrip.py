@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8scope.quantize import DTYPES, dequantize, quantize_blocks, quantize_tensor, quantize_tiles
+from fp8scope.quantize import DTYPES, dequantize, quantize, quantize_tiles
 from fp8scope.roundtrip import channel_outlier_ratio, round_trip
 from fp8scope.sums import RowSums, SumTables, derive
 from fp8scope_protocol.errors import Invalid
@@ -19,7 +20,7 @@ from fp8scope_protocol.metrics import METRICS
 from fp8scope_protocol.series import Layout, Series
 from fp8scope_protocol.wire import is_missing
 
-QUANTIZERS = {"tile 1x128": quantize_tiles, "block 128x128": quantize_blocks, "tensorwise": quantize_tensor}
+QUANTIZERS = {one: partial(quantize, scaling=one) for one in ("tile 1x128", "block 128x128", "tensorwise")}
 EDGES = {"tile 1x128": (1, 128), "block 128x128": (128, 128), "tensorwise": (10**9, 10**9)}
 
 
