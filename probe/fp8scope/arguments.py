@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from fp8scope.inert import Inert
 from fp8scope_protocol.errors import Invalid
-from fp8scope_protocol.formats import parse_format
+from fp8scope_protocol.recipes import parse_recipe
 from fp8scope_protocol.wire import check_run
 
 
@@ -38,7 +38,7 @@ def check_arguments(run: str, every: int, start_step: int | None, formats: tuple
     if not formats:
         raise Invalid("formats", formats, "must name at least one format")
     for name in formats:
-        parse_format(name)
+        parse_recipe(name)
 
 
 def is_whole(n: object, *, least: int) -> bool:

@@ -46,7 +46,8 @@ def attach(
     every: steps between two full measurements; sentinels are taken in every step.
     collector: address, or `offline`; else FP8SCOPE_COLLECTOR, else http://127.0.0.1:8050.
     start_step: number of the first step; None takes it from the optimizer's state, which is 0 for a new run.
-    formats: measured as what-ifs in layers that do not quantize by themselves.
+    formats: measured as what-ifs in layers that do not quantize by themselves and in optimizer states; each
+        a format, or `format/scaling` to replace its usual scalings (see `recipes.usual_scaling`).
     remote_control: whether the collector may change the precision of layers.
 
     A model that has a probe is refused: its layers can report to one only.

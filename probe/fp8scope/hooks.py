@@ -5,8 +5,8 @@
     tensor hook         gradient of the output
 
 What-if and in-situ. A plain `nn.Linear` is measured as if it quantized its operands with current scales:
-activation and gradient in [1,128] tiles of both orientations, the weight in [128,128] blocks. A module with
-an attribute `observer` (see observer.py) hands over what it really did, and is measured by nothing else.
+activation and gradient in both orientations, in the formats and scalings of `Watch.recipes`. A module with an
+attribute `observer` (see observer.py) hands over what it really did, and is measured by nothing else.
 
 Full backward hooks were rejected: they cost 60 to 80 us each, break in-place operations and see nothing of
 outputs inside a dict.
@@ -28,6 +28,7 @@ from fp8scope.sharding import is_measured_here
 from fp8scope.sums import MAX_COLUMNS
 from fp8scope.watch import Watch, matrix
 from fp8scope_protocol.formats import E4M3, Format
+from fp8scope_protocol.recipes import what_ifs
 from fp8scope_protocol.series import Series
 
 CHANNEL_OUTLIER, GEMM_ERROR = MAX_COLUMNS.index("channel_outlier"), MAX_COLUMNS.index("gemm_error")
@@ -76,10 +77,10 @@ class LayerProbe:
         return self._series[key]
 
     def add_both(self, role: str, x: Tensor) -> None:
-        """x [R, C] as a what-if, in tiles of both orientations and in all formats."""
-        for element in self.watch.formats:
+        """x [R, C] as a what-if, in both orientations and in all formats."""
+        for element, scaling in what_ifs(self.watch.recipes, role):
             for orientation, view in zip(ORIENTATIONS, (x, x.t()), strict=True):
-                self.watch.measure(self.series(role, orientation, element, "tile 1x128"), view, element)
+                self.watch.measure(self.series(role, orientation, element, scaling), view, element)
 
     def add_weight(
         self, series: Series, weight: Tensor, element: Format, scales: Tensor | None = None
@@ -178,7 +179,8 @@ class InSituObserver(InertObserver):
             if probe.watch.once("gemm", probe.layer.name):
                 error = gemm_error(matrix(x), matrix(weight), E4M3, x_scales=x_scales,
                                    weight_scales=weight_scales)
-                probe.watch.largest(_forward_series(probe, E4M3), GEMM_ERROR, error)
+                series = probe.series("activation", "rowwise", E4M3, "tile 1x128")
+                probe.watch.largest(series, GEMM_ERROR, error)
 
 
 def _measure_operands(probe: LayerProbe, module: nn.Module, inputs: Any) -> None:
@@ -193,18 +195,16 @@ def _measure_operands(probe: LayerProbe, module: nn.Module, inputs: Any) -> None
     for x in map(matrix, found):
         probe.add_both("activation", x)
         outliers = channel_outlier_ratio(x)
-        for element in watch.formats:
-            watch.largest(_forward_series(probe, element), CHANNEL_OUTLIER, outliers)
-            if watch.once("gemm", name, element.name):
-                watch.largest(_forward_series(probe, element), GEMM_ERROR,
-                              gemm_error(x, matrix(weight), element))
-    for element in watch.formats:
-        probe.add_weight(probe.series("weight", "rowwise", element, "block 128x128"), weight, element)
-
-
-def _forward_series(probe: LayerProbe, element: Format) -> Series:
-    """Where numbers of the forward GEMM are kept: with its activation."""
-    return probe.series("activation", "rowwise", element, "tile 1x128")
+        for recipe in watch.recipes:
+            scaling = recipe.scaling_of("activation")
+            series = probe.series("activation", "rowwise", recipe.element, scaling)
+            watch.largest(series, CHANNEL_OUTLIER, outliers)
+            if watch.once("gemm", *series.key):
+                watch.largest(series, GEMM_ERROR, gemm_error(
+                    x, matrix(weight), recipe.element, x_scaling=scaling,
+                    weight_scaling=recipe.scaling_of("weight")))
+    for element, scaling in what_ifs(watch.recipes, "weight"):
+        probe.add_weight(probe.series("weight", "rowwise", element, scaling), weight, element)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -102,7 +102,7 @@ def split_scales(x: Tensor, scaling: Scaling, scales: Tensor | None) -> list[Ten
     if scales is None:
         return [None] * len(rows)
     table = scales.reshape(-1, 1) if scaling.flat or scales.dim() < 2 else scales
-    return [*torch.split(table.expand(sum(rows), 1), rows)] if scaling.flat else [table]  # type: ignore[no-untyped-call]
+    return list(table.expand(sum(rows), 1).split_with_sizes(rows)) if scaling.flat else [table]
 
 
 def tile_amax(x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from fp8scope.sums import SentinelSums, StepRecord, StepWorker
 from fp8scope.watch import Watch
 from fp8scope_protocol.commands import Command, CommandReport
 from fp8scope_protocol.errors import Fp8scopeError, Invalid
-from fp8scope_protocol.formats import parse_format
+from fp8scope_protocol.recipes import parse_recipes
 
 
 class RootHook(Inert):
@@ -75,7 +75,7 @@ class Scope:
         self._awaited: deque[int] = deque()
         self._reports: list[CommandReport] = []
         device = device_of(model)
-        self._watch = Watch(Rows(device), formats=tuple(parse_format(name) for name in formats),
+        self._watch = Watch(Rows(device), recipes=parse_recipes(formats),
                             rank=worker.rank, world=worker.world)
         self._sentinels = Sentinels(device, world=worker.world)
         self._places = parameter_places(model)

@@ -1,7 +1,7 @@
 """What quantization does, or would do, to optimizer states; measured after the step of a sampled step.
 
 An optimizer with an attribute `observer` (see observer.py) hands over what it encoded. States that are held
-in floating point are measured as a what-if in [1,128] tiles: exp_avg and momentum_buffer as they are,
+in floating point are measured as what-ifs: exp_avg and momentum_buffer as they are,
 exp_avg_sq as its square root, which is what a quantizer should store (twice the binades in the same codes).
 
 Only matrices are measured: no state format quantizes vectors. Under FSDP a rank measures its own shard; what
@@ -19,6 +19,7 @@ from fp8scope.quantize import DTYPES
 from fp8scope.sharding import is_measured_here, local
 from fp8scope.watch import Watch
 from fp8scope_protocol.formats import Format, parse_format
+from fp8scope_protocol.recipes import what_ifs
 from fp8scope_protocol.series import Series
 
 ROLES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum"}
@@ -74,8 +75,8 @@ class StateRecorder(InertObserver):
 
 def _measure(watch: Watch, place: ParameterPlace, role: str, parameter: Tensor, state: Tensor) -> None:
     x = local(state).flatten(1)
-    for element in watch.formats:
-        series = _series(place, role, element, "tile 1x128")
+    for element, scaling in what_ifs(watch.recipes, role):
+        series = _series(place, role, element, scaling)
         watch.rows.row(series)  # all ranks have the same series
         if _is_mine(watch, parameter, place):
             watch.measure(series, x.float().sqrt() if role == "exp_avg_sq" else x, element)

@@ -12,6 +12,7 @@ from fp8scope.backend import round_trip
 from fp8scope.rows import Rows
 from fp8scope.sharding import local
 from fp8scope_protocol.formats import Format
+from fp8scope_protocol.recipes import Recipe
 from fp8scope_protocol.series import Series
 from fp8scope_protocol.wire import ProbeEvent
 
@@ -19,9 +20,10 @@ from fp8scope_protocol.wire import ProbeEvent
 class Watch:
     """State of one attach that changes from step to step."""
 
-    def __init__(self, rows: Rows, *, formats: tuple[Format, ...], rank: int, world: int) -> None:
+    def __init__(self, rows: Rows, *, recipes: tuple[Recipe, ...], rank: int, world: int) -> None:
         self.rows = rows
-        self.formats = formats
+        self.recipes = recipes
+        """The what-ifs."""
         self.rank = rank
         self.world = world
         self.sampling = False

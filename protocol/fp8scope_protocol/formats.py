@@ -152,11 +152,12 @@ def sqnr_floor_db(element: Format, scaling: Scaling, rounding: str = "nearest") 
     """SQNR of a well-scaled Gaussian tensor, dB: what `element` cannot do better than.
 
     Floats: measured (`benchmarks/format_floors.py`), the same for all groups within 0.6 dB. Integers: errors
-    are uniform, so 12 largest^2 / E[amax^2], where amax is the largest of a group of unit Gaussians, a row
-    taken as 4096 elements and a tensor as 4 Mi.
+    are uniform, but for the largest of a group, which is exact: 12 largest^2 / E[amax^2] n / (n - 1), where
+    amax is the largest of n unit Gaussians. A row is taken as 4096 elements and a tensor as 4 Mi.
     """
     if element.is_integer:
-        floor = 10.0 * math.log10(12.0 * element.largest**2 / _gaussian_amax_square(_group_size(scaling)))
+        n = _group_size(scaling)
+        floor = 10.0 * math.log10(12.0 * element.largest**2 / _gaussian_amax_square(n) * n / (n - 1))
     else:
         floor = element.sqnr_floor_db - (_MX_FLOOR_LOSS_DB if scaling.e8m0 == "floor" else 0.0)
     return floor - (_STOCHASTIC_LOSS_DB if rounding == "stochastic" else 0.0)

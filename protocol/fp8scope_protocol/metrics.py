@@ -166,7 +166,7 @@ def parse_metric(key: str) -> Metric:
 
 
 def floor_of(metric: Metric, series: Series) -> float:
-    """The unavoidable value of `metric` in format, scaling and rounding of `series`; 0 where there is none."""
+    """The unavoidable value of `metric` by format, scaling and rounding of `series`; 0 if there is none."""
     if not metric.floor:
         return 0.0
     sqnr_db = sqnr_floor_db(FORMATS[series.format], parse_scaling(series.scaling), series.rounding)
