@@ -2,19 +2,21 @@
 
 A segment is the magic and a version byte, then records: length, CRC-32, kind, seq, payload. It begins with
 the producer's hello, and a layout stands before the first batch that needs it, so each segment can be
-forwarded without its neighbours.
+forwarded without its neighbours. Reading goes on behind a damaged record, at the next with a right checksum.
 """
 
 import hashlib
 import os
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
+
+import numpy as np
 
 MAGIC = b"F8SS\x01"
 HEAD = struct.Struct("<IIBQ")
@@ -54,16 +56,69 @@ def encode_record(record: Record) -> bytes:
     return HEAD.pack(len(record.payload), _checksum(record), record.kind, record.seq) + record.payload
 
 
-def read_record(file: BufferedReader) -> Record | None:
-    """The record at the file's position; None at the end and where the bytes are torn or damaged."""
-    head = file.read(HEAD.size)
-    if len(head) < HEAD.size:
-        return None
-    length, checksum, kind, seq = HEAD.unpack(head)
-    if kind not in set(Kind) or length > os.fstat(file.fileno()).st_size - file.tell():
-        return None
-    record = Record(Kind(kind), seq, file.read(length))
-    return record if _checksum(record) == checksum else None
+class SegmentReader:
+    """The records of one segment in order, also while another process still writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)  # what it saw at the end must not stay
+        if self._file.read(len(MAGIC)) != MAGIC:
+            self._file.seek(0)
+
+    def read(self) -> Record | None:
+        """The next record; None where there is none yet, and where the bytes are torn or damaged."""
+        start = self._file.tell()
+        record = self._record()
+        if record is None:
+            self._file.seek(start)
+        return record
+
+    def skip(self) -> bool:
+        """Go on at the next readable record behind a damaged one; False if there is none."""
+        start = self._file.tell()
+        data = self._file.read()
+        found = next((at for at in _likely(data) if _is_record(data, at)), None)
+        self._file.seek(start if found is None else start + found)
+        return found is not None
+
+    def position(self) -> int:
+        """Bytes read so far."""
+        return self._file.tell()
+
+    def at_end(self) -> bool:
+        """True when nothing is behind the position, not even a part of a record."""
+        return os.fstat(self._file.fileno()).st_size <= self._file.tell()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def _record(self) -> Record | None:
+        head = self._file.read(HEAD.size)
+        if len(head) < HEAD.size:
+            return None
+        length, checksum, kind, seq = HEAD.unpack(head)
+        if kind not in set(Kind) or length > os.fstat(self._file.fileno()).st_size - self._file.tell():
+            return None
+        record = Record(Kind(kind), seq, self._file.read(length))
+        return record if _checksum(record) == checksum else None
+
+
+def _likely(data: bytes) -> Iterator[int]:
+    """Where in `data`, behind its first byte, a record may begin: a known kind, and a seq under 2^40."""
+    raw = np.frombuffer(data, dtype=np.uint8)
+    if len(raw) < HEAD.size:
+        return
+    kinds, high = raw[8:len(raw) - 8], [raw[i:len(raw) - 16 + i] for i in (14, 15, 16)]
+    likely = (kinds > 0) & (kinds <= max(Kind)) & (high[0] == 0) & (high[1] == 0) & (high[2] == 0)
+    yield from (int(at) for at in np.flatnonzero(likely) if at > 0)
+
+
+def _is_record(data: bytes, at: int) -> bool:
+    length, checksum, kind, seq = HEAD.unpack_from(data, at)
+    end = at + HEAD.size + length
+    if end > len(data):
+        return False
+    return _checksum(Record(Kind(kind), seq, data[at + HEAD.size:end])) == int(checksum)
 
 
 def _checksum(record: Record) -> int:
@@ -75,16 +130,43 @@ def segment_paths(folder: Path) -> list[Path]:
     return sorted(folder.glob("[0-9]" * 8 + SUFFIX))
 
 
-def scan_segment(path: Path) -> tuple[int, int]:
-    """How many batches a segment holds, and the length of its readable part."""
-    with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            return 0, 0
-        batches, good = 0, len(MAGIC)
-        while (record := read_record(file)) is not None:
-            batches += record.kind is Kind.BATCH
-            good = file.tell()
-        return batches, good
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scan:
+    """What a segment holds."""
+
+    hello: bytes
+    """Empty where it cannot be read."""
+    batches: int
+    """How many can be read."""
+    last_seq: int
+    """Of the last one; -1 before the first."""
+    unreadable: int
+    """Batches that the segment has lost, by the seqs that are missing around what is damaged."""
+    torn: bool
+    """Whether it ends in something that is no record."""
+    size: int
+    """Of its readable part, in bytes."""
+
+
+def scan_segment(path: Path, last_seq: int = -1, *, damaged: bool = False) -> Scan:
+    """What is in a segment that nobody writes; the one before ended with `last_seq`, or `damaged`."""
+    hello, batches, unreadable = b"", 0, 0
+    reader = SegmentReader(path)
+    try:
+        while (record := reader.read()) is not None or reader.skip():
+            if record is None:
+                damaged = True
+                continue
+            if record.kind is Kind.HELLO:
+                hello = record.payload
+            elif record.kind is Kind.BATCH:
+                if damaged:
+                    unreadable += max(0, record.seq - last_seq - 1)
+                batches, last_seq, damaged = batches + 1, record.seq, False
+        return Scan(hello=hello, batches=batches, last_seq=last_seq, unreadable=unreadable,
+                    torn=not reader.at_end(), size=reader.position())
+    finally:
+        reader.close()
 
 
 def run_folder(root: Path, run: str) -> Path:

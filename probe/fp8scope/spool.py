@@ -7,6 +7,7 @@ wholly acknowledged segments are deleted. There is no file of positions: after a
 again from its start, and the collector knows a batch by (attempt, producer, seq).
 
 A lock file says that a living process owns the folder; what a dead one left is taken over by `adopt`.
+A damaged record costs that record: reading goes on behind it.
 
 The disk may fail, be full or vanish. Then the spool goes on in memory, within a limit, and every batch it
 has to give up is counted by reason in `lost`; nothing is raised to the caller. Segments are flushed to the
@@ -18,7 +19,8 @@ import logging
 import os
 import threading
 from collections import Counter, deque
-from io import BufferedReader, FileIO
+from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
 
 from fp8scope.segment import (
@@ -28,8 +30,8 @@ from fp8scope.segment import (
     Kind,
     Record,
     Segment,
+    SegmentReader,
     encode_record,
-    read_record,
     run_folder,
     scan_segment,
     segment_paths,
@@ -64,9 +66,9 @@ class Spool:
         self._number = 0  # of the next segment
         self._owner: int | None = None  # descriptor of the lock file
         self._writer: FileIO | None = None
-        self._reader: BufferedReader | None = None
+        self._reader: SegmentReader | None = None
         self._written: set[str] = set()  # layouts in the segment being written
-        self._head: Record | None = None  # read from disk, not acknowledged
+        self._heads: deque[Record] = deque()  # read from the oldest segment, not acknowledged
         self._memory: deque[Record] = deque()
         self._memory_bytes = 0
         try:
@@ -93,25 +95,29 @@ class Spool:
 
     def peek(self) -> Record | None:
         """The oldest batch that is not acknowledged, or None."""
+        return next(iter(self.peek_many(1, 0)), None)
+
+    def peek_many(self, most: int, most_bytes: int) -> list[Record]:
+        """The oldest batches that are not acknowledged: one if there is any, more within both limits."""
         with self._lock:
-            while self._head is None and self._segments:
+            while self._segments:
                 if self._segments[0].pending:
-                    self._head = self._read(self._segments[0])
+                    self._read(most, most_bytes)
+                    if self._heads:
+                        break
                 elif len(self._segments) > 1:
                     self._remove_oldest()
                 else:
                     break
-            if self._head is None and self._memory:
-                return self._memory[0]
-            return self._head
+            return first_of(self._heads or self._memory, most, most_bytes)
 
     def ack(self, record: Record) -> None:
-        """Forget `record`, which `peek` returned. Harmless when a limit dropped it meanwhile."""
+        """Forget `record`, the oldest that `peek` returned. Harmless when a limit dropped it meanwhile."""
         with self._lock:
             if self._memory and self._memory[0] is record:
                 self._memory_bytes -= len(self._memory.popleft().payload)
-            elif self._head is record:
-                self._head = None
+            elif self._heads and self._heads[0] is record:
+                self._heads.popleft()
                 self._segments[0].pending -= 1
 
     def pending(self) -> int:
@@ -149,17 +155,22 @@ class Spool:
 
     def _recover(self) -> None:
         """Take over segments that an earlier process left, without a torn last record."""
+        last_seq, damaged = -1, False
         for path in segment_paths(self.folder):
             self._number = int(path.stem) + 1
-            pending, good = scan_segment(path)
-            if good < path.stat().st_size:
-                self.lost["torn"] += 1
-                LOG.warning("fp8scope: %s ends in a torn record; it is cut off at byte %d", path, good)
-                os.truncate(path, good)
-            if pending:
-                self._segments.append(Segment(path, good, pending))
+            scan = scan_segment(path, last_seq, damaged=damaged)
+            last_seq, damaged = scan.last_seq, scan.torn
+            self.hello = self.hello or scan.hello
+            self.lost["unreadable"] += scan.unreadable
+            if scan.torn:
+                LOG.warning("fp8scope: %s ends in a torn record; it is cut off at byte %d", path, scan.size)
+                os.truncate(path, scan.size)
+            if scan.batches:
+                self._segments.append(Segment(path, scan.size, scan.batches))
             else:
                 path.unlink()
+        self.lost["torn"] += damaged
+        self.lost += Counter()  # without zeros
 
     def _write(self, record: Record, layout: tuple[str, bytes] | None) -> None:
         data = encode_record(record)
@@ -226,34 +237,49 @@ class Spool:
 
     def _remove_oldest(self) -> None:
         segment = self._segments.popleft()
-        self._head = None
+        self._heads.clear()
         self._end_reading()
         try:
             segment.path.unlink(missing_ok=True)
         except OSError as error:
             LOG.warning("fp8scope: cannot remove %s: %s", segment.path, error)
 
-    def _read(self, segment: Segment) -> Record | None:
-        """Next batch of the oldest segment. If it cannot be read the rest of the segment is lost."""
+    def _read(self, most: int, most_bytes: int) -> None:
+        """Read ahead in the oldest segment; what cannot be read there any more is given up, counted."""
+        segment = self._segments[0]
+        size = sum(len(record.payload) for record in self._heads)
+        reason = ""
         try:
-            if self._reader is None:
-                self._reader = segment.path.open("rb")
-                self._reader.seek(len(MAGIC))
-            while (record := read_record(self._reader)) is not None:
-                if record.kind is Kind.BATCH:
-                    return record
-                if record.kind is Kind.HELLO:
-                    self.hello = record.payload
-                else:
-                    self.layouts[layout_id(record.payload)] = record.payload
-            reason = "a record is damaged"
+            while len(self._heads) < min(most, segment.pending) and (not self._heads or size < most_bytes):
+                record = self._next(segment)
+                if record is None:
+                    reason = "the rest is damaged"
+                    break
+                self._heads.append(record)
+                size += len(record.payload)
         except OSError as error:
             reason = str(error)
-        LOG.warning("fp8scope: %d batches of %s are lost: %s", segment.pending, segment.path, reason)
-        self.lost["unreadable"] += segment.pending
-        if segment is self._segments[-1]:
-            self._end_segment()
-        self._remove_oldest()
+        if reason:
+            lost = segment.pending - len(self._heads)
+            LOG.warning("fp8scope: %d batches of %s are lost: %s", lost, segment.path, reason)
+            self.lost["unreadable"] += lost
+            segment.pending -= lost
+            if segment is self._segments[-1]:
+                self._end_segment()
+
+    def _next(self, segment: Segment) -> Record | None:
+        """The next batch of `segment`; layouts and hello on the way are kept."""
+        if self._reader is None:
+            self._reader = SegmentReader(segment.path)
+        while (record := self._reader.read()) is not None or self._reader.skip():
+            if record is None:
+                LOG.warning("fp8scope: %s is damaged before byte %d", segment.path, self._reader.position())
+            elif record.kind is Kind.BATCH:
+                return record
+            elif record.kind is Kind.HELLO:
+                self.hello = record.payload
+            else:
+                self.layouts[layout_id(record.payload)] = record.payload
         return None
 
     def _end_reading(self) -> None:
@@ -273,6 +299,17 @@ class Spool:
         self._end_segment()
         LOG.warning("fp8scope: the spool %s cannot be used (%s); up to %d bytes are kept in memory instead",
                     self.folder, error, self._memory_limit)
+
+
+def first_of(records: Iterable[Record], most: int, most_bytes: int) -> list[Record]:
+    """The first of `records`: one if there is any, more within both limits."""
+    found: list[Record] = []
+    for record in records:
+        most_bytes -= len(record.payload)
+        if found and (len(found) >= most or most_bytes < 0):
+            break
+        found.append(record)
+    return found
 
 
 def adopt(root: Path, run: str, *, limit: int) -> list[Spool]:

@@ -148,8 +148,8 @@ class Worker:
         self._spool = Spool(folder, limit=settings.spool_bytes, memory_limit=settings.queue_bytes,
                             hello=encode_hello(hello))
         if not settings.offline:
-            self._sender = Sender(self._spool, settings=settings, run=hello.run, attempt=hello.attempt,
-                                  token=token, inbox=self._inbox, lost=self.lost)
+            self._sender = Sender(self._spool, settings=settings, run=hello.run, token=token,
+                                  inbox=self._inbox, lost=self.lost)
         announce = self._sender.wake if self._sender is not None else lambda: None
         self._outbox = Outbox(self._spool, hello=hello, queue_bytes=settings.queue_bytes, lost=self.lost,
                               announce=announce)

@@ -31,6 +31,8 @@ MAX_BODY_BYTES = 16 * 2**20
 """Largest request body, compressed."""
 MAX_INFLATED_BYTES = 64 * 2**20
 """Largest matrix after decompression; a body that would inflate beyond it is refused unread."""
+MAX_STEP_BYTES = 256 * 2**20
+"""Largest batch that may come in parts, compressed and inflated."""
 
 MISSING_BITS = np.uint32(0x7FC0F850)
 MISSING = np.array([MISSING_BITS], dtype="<u4").view("<f4")[0]
@@ -176,10 +178,10 @@ def encode_batch(batch: Batch, *, level: int = 1) -> bytes:
     return MAGIC + struct.pack("<I", len(head)) + head + body
 
 
-def decode_header(data: bytes) -> tuple[BatchHeader, int]:
+def decode_header(data: bytes, *, most_bytes: int = MAX_BODY_BYTES) -> tuple[BatchHeader, int]:
     """The header of an encoded batch and the offset of its planes."""
-    if len(data) > MAX_BODY_BYTES:
-        raise TooLarge(f"a batch of {len(data)} bytes is over the limit of {MAX_BODY_BYTES}; split it")
+    if len(data) > most_bytes:
+        raise TooLarge(f"a batch of {len(data)} bytes is over the limit of {most_bytes}; send it in parts")
     if data[:4] != MAGIC or len(data) < 8:
         raise BrokenMessage(f"a batch begins with {MAGIC!r}, this begins with {data[:4]!r}")
     (length,) = struct.unpack_from("<I", data, 4)
@@ -199,17 +201,19 @@ def decode_header(data: bytes) -> tuple[BatchHeader, int]:
     return header, 8 + length
 
 
-def decode_batch(data: bytes) -> Batch:
+def decode_batch(
+    data: bytes, *, most_bytes: int = MAX_BODY_BYTES, most_inflated: int = MAX_INFLATED_BYTES
+) -> Batch:
     """Inverse of `encode_batch`; raises `BrokenMessage` or `TooLarge`, never anything else."""
-    header, offset = decode_header(data)
+    header, offset = decode_header(data, most_bytes=most_bytes)
     sizes = []
     for plane in header.planes:
         if not 0 < plane.rows <= 1024 or len(plane.key) > 64:
             raise BrokenMessage(f"plane {plane.key[:64]!r} has {plane.rows} rows; 1 to 1024 are accepted")
         sizes.append(plane.rows * header.columns * _DTYPES[plane.type].itemsize)
     total = sum(sizes)
-    if total > MAX_INFLATED_BYTES:
-        raise TooLarge(f"the planes inflate to {total} bytes; the limit is {MAX_INFLATED_BYTES}")
+    if total > most_inflated:
+        raise TooLarge(f"the planes inflate to {total} bytes; the limit is {most_inflated}")
     raw = _inflate(data[offset:], total) if header.planes else b""
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     start = 0

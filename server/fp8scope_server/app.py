@@ -7,7 +7,18 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 
 from fp8scope_protocol.access import Guard, ensure_token
-from fp8scope_server import attempts, commands, ingest, live, policies, problems, prometheus, read
+from fp8scope_server import (
+    attempts,
+    commands,
+    ingest,
+    live,
+    losses,
+    parts,
+    policies,
+    problems,
+    prometheus,
+    read,
+)
 from fp8scope_server.changes import Changes
 from fp8scope_server.database import open_database
 from fp8scope_server.intake import Intake
@@ -35,7 +46,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.state.intake = Intake(
         queue=settings.queue, writers=settings.writers, max_body_bytes=settings.max_body_bytes)
     app.state.nonfinite = NonfiniteTally()
-    for module in (attempts, ingest, commands, policies, read, live, prometheus):
+    for module in (attempts, ingest, parts, losses, commands, policies, read, live, prometheus):
         app.include_router(module.router)
     app.add_api_route("/healthz", healthz, response_class=PlainTextResponse)
     problems.install(app)

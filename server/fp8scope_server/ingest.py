@@ -16,15 +16,17 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
+from fp8scope_protocol.bundle import decode_body
 from fp8scope_protocol.commands import PRECISIONS
 from fp8scope_protocol.documents import to_number
 from fp8scope_protocol.errors import BrokenMessage, Invalid, UnknownName
 from fp8scope_protocol.metrics import HISTOGRAM_BINS, METRICS, SENTINELS
-from fp8scope_protocol.wire import Batch, BatchHeader, IngestReply, decode_batch
+from fp8scope_protocol.wire import Batch, BatchHeader, IngestReply
 from fp8scope_server.commands import waiting
 from fp8scope_server.events import Origin, record
 from fp8scope_server.judge import judge
 from fp8scope_server.layouts import KnownLayout, Layouts, parse_layout, store_layout
+from fp8scope_server.losses import account_losses, check_losses
 from fp8scope_server.models import Attempt, BatchRow, Producer, Run, Step
 from fp8scope_server.problems import Refused
 from fp8scope_server.reports import expire, take_reports
@@ -72,21 +74,21 @@ async def put_layout(
 
 @router.post("/runs/{run}/batches")
 async def post_batch(run: str, request: Request) -> Response:
-    """Store a batch (body: wire.encode_batch); answers an IngestReply."""
+    """Store a batch, or all or none of several (body: bundle.join_batches); the last one's IngestReply."""
     state = request.app.state
     async with state.intake.body(request) as body:
-        batch = await asyncio.to_thread(decode_batch, body) if len(body) > _LARGE else decode_batch(body)
-        _check(batch.header)
+        batches = await asyncio.to_thread(decode_body, body) if len(body) > _LARGE else decode_body(body)
         async with state.intake.writing, state.database.session() as session:
-            reply = await store_batch(session, state.layouts, batch)
-    if not reply.duplicate:
-        state.changes.notify(reply.run)
-    return Response(msgspec.json.encode(reply), media_type="application/json")
+            replies = [await store_batch(session, state.layouts, batch) for batch in batches]
+    if not all(reply.duplicate for reply in replies):
+        state.changes.notify(replies[-1].run)
+    return Response(msgspec.json.encode(replies[-1]), media_type="application/json")
 
 
 async def store_batch(session: AsyncSession, layouts: Layouts, batch: Batch) -> IngestReply:
     """Store `batch` and what follows from it; `Refused` 409 when its attempt or layout is unknown."""
     header = batch.header
+    _check(header)
     source = await _find_source(session, header)
     known = None
     if header.layout is not None:
@@ -188,13 +190,9 @@ async def _account(session: AsyncSession, origin: Origin, source: Source, header
     if missed > 0:
         text = f"batches {producer.last_seq + 1} to {header.seq - 1} ({missed}) did not come before this one"
         record(session, origin, "gap", header.producer, text)
-    for reason, count in header.lost.items():
-        if (more := count - producer.lost.get(reason, 0)) > 0:
-            record(session, origin, "lost", header.producer, f"the probe lost {more} batches: {reason}")
+    account_losses(session, origin, producer, header.lost)
     producer.last_seq = max(producer.last_seq, header.seq)
     producer.last_step = max(producer.last_step, header.step)
-    producer.lost = {reason: max(header.lost.get(reason, 0), producer.lost.get(reason, 0))
-                     for reason in {**producer.lost, **header.lost}}
 
 
 def _check(header: BatchHeader) -> None:
@@ -209,10 +207,7 @@ def _check(header: BatchHeader) -> None:
     for key in header.sentinels:
         if key not in SENTINELS:
             raise UnknownName("sentinel", key, SENTINELS)
-    for reason, count in header.lost.items():
-        checked("lost", reason, limit=64)
-        if not 0 <= count <= _LARGEST_STEP:
-            raise Invalid(f"lost {reason}", count, "must be a count, at most 2^53")
+    check_losses(header.lost)
     for report in header.reports:
         if not 0 < report.id <= _LARGEST_STEP or not 0 <= report.step <= _LARGEST_STEP:
             raise Invalid("report", (report.id, report.step), "must name a command and a step")

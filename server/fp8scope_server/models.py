@@ -120,6 +120,20 @@ class BatchRow(Base):
     """Values in the frames: rows x columns, summed over planes."""
 
 
+class Part(Base):
+    """A stretch of the bytes of a batch that is too large for one request and not complete yet."""
+
+    __tablename__ = "parts"
+
+    attempt_id: Mapped[str] = mapped_column(_attempt(), primary_key=True)
+    producer: Mapped[str] = mapped_column(primary_key=True)
+    seq: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    index: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    count: Mapped[int]
+    """Into how many parts the batch was divided."""
+    body: Mapped[bytes]
+
+
 class Frame(Base):
     """One metric of one batch: `values` holds rows x layout.size little-endian numbers of `type`.
 

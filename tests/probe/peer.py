@@ -2,22 +2,28 @@
 
     python peer.py FOLDER PORT
 
-FOLDER/script.json holds a list of answers to the first batches, in order; after them every batch is
-stored. An answer is {"status": 503, "headers": {...}, "body": {...}}, or {"drop": "after"} to store the batch
-and close the connection without a word. FOLDER/commands.json, when it is there, is what a poll gets.
-`switch_over` in FOLDER/rule.json makes the peer issue one command when a stored amax is over it.
+FOLDER/script.json holds a list of answers to the first requests with batches, in order; after them every
+batch is stored. An answer is {"status": 503, "headers": {...}, "body": {...}}, or {"drop": "after"} to store
+the batch and close the connection without a word. FOLDER/rules.json, while it is there, may hold {"always":
+{...}} to answer every such request so, {"most_bytes": n} for a 413 to larger bodies, {"never": [seq, ...]}
+for a 422 to these batches, and {"seconds": s} to take that long over each. FOLDER/commands.json, when it is
+there, is what a poll gets. `switch_over` in FOLDER/rule.json makes the peer issue one command when a stored
+amax is over it.
 Each request is one line of FOLDER/journal; stored batches are files FOLDER/ATTEMPT-PRODUCER-SEQ.
 """
 
 import json
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
 
+from fp8scope_protocol.bundle import decode_body
 from fp8scope_protocol.series import decode_layout
-from fp8scope_protocol.wire import decode_batch, decode_hello
+from fp8scope_protocol.wire import Batch, decode_batch, decode_hello, encode_batch
 
 FOLDER = Path(sys.argv[1])
 LOCK = threading.Lock()
@@ -25,12 +31,15 @@ ATTEMPTS: set[str] = set()
 LAYOUTS: set[str] = set()
 
 
-def load(name: str) -> list[dict[str, object]]:
+PARTS: dict[tuple[str, ...], dict[int, bytes]] = {}
+
+
+def load(name: str) -> Any:
     path = FOLDER / name
     return json.loads(path.read_text()) if path.exists() else []
 
 
-SCRIPT = load("script.json")
+SCRIPT: list[dict[str, Any]] = load("script.json")
 
 
 class Peer(BaseHTTPRequestHandler):
@@ -65,11 +74,20 @@ class Peer(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         with LOCK:
-            layout = decode_layout(self.body())
-            assert urlsplit(self.path).path.endswith(layout.id)
-            LAYOUTS.add(layout.id)
-            self.note(layout=layout.id)
-            self.answer(200, {})
+            address = urlsplit(self.path)
+            query = {key: values[0] for key, values in parse_qs(address.query).items()}
+            if address.path.endswith("/parts"):
+                self.part(self.body(), query)
+            elif address.path.endswith("/lost"):
+                lost = json.loads(self.body())
+                self.note(lost=lost, attempt=query["attempt"])
+                self.answer(200, {})
+            else:
+                layout = decode_layout(self.body())
+                assert address.path.endswith(layout.id)
+                LAYOUTS.add(layout.id)
+                self.note(layout=layout.id)
+                self.answer(200, {})
 
     def do_POST(self) -> None:
         with LOCK:
@@ -80,39 +98,66 @@ class Peer(BaseHTTPRequestHandler):
                 self.note(attempt=hello.attempt, token=self.headers["authorization"])
                 self.answer(200, {})
             else:
-                self.batch(body)
+                self.batches(decode_body(body), len(body))
 
-    def batch(self, body: bytes) -> None:
-        header = decode_batch(body).header
-        scripted = SCRIPT.pop(0) if SCRIPT else {}
-        path = FOLDER / f"{header.attempt}-{header.producer}-{header.seq}"
+    def part(self, body: bytes, query: dict[str, str]) -> None:
+        key = tuple(query[name] for name in ("attempt", "producer", "seq", "count"))
+        parts = PARTS.setdefault(key, {})
+        parts[int(query["index"])] = body
+        if len(parts) == int(query["count"]):
+            self.batches([decode_batch(b"".join(parts[i] for i in sorted(parts)))], len(body))
+        elif not self.refused(len(body), int(query["seq"])):
+            self.note(seq=int(query["seq"]), part=int(query["index"]), status=202)
+            self.answer(202, {})
+
+    def refused(self, size: int, *seqs: int) -> dict[str, Any] | None:
+        """What the script says to this request: answers it if that is a status."""
+        rules: dict[str, Any] = load("rules.json") or {}
+        time.sleep(rules.get("seconds", 0))
+        scripted: dict[str, Any] = SCRIPT.pop(0) if SCRIPT else rules.get("always", {})
+        if size > rules.get("most_bytes", size):
+            scripted = {"status": 413}
+        if set(seqs) & set(rules.get("never", [])):
+            scripted = {"status": 422}
         if status := scripted.get("status"):
-            assert isinstance(status, int)
-            self.note(seq=header.seq, status=status)
-            headers = scripted.get("headers")
-            self.answer(status, scripted.get("body", {}), headers if isinstance(headers, dict) else None)
-        elif header.attempt not in ATTEMPTS:
-            self.note(seq=header.seq, status=409, missing="attempt")
-            self.answer(409, {"missing": "attempt"})
-        elif header.layout is not None and header.layout not in LAYOUTS:
-            self.note(seq=header.seq, status=409, missing="layout")
-            self.answer(409, {"missing": "layout"})
-        else:
-            duplicate = path.exists()
-            path.write_bytes(body)
-            self.note(seq=header.seq, status=200, duplicate=duplicate, attempt=header.attempt)
-            self.judge(body)
-            if scripted.get("drop"):
-                self.close_connection = True
-                return
-            highest = max([0, *(int(str(command["id"])) for command in load("commands.json"))])
-            run = unquote(self.path.split("/")[4])
-            reply = {"acked_seq": header.seq, "run": run, "duplicate": duplicate, "commands": highest}
-            self.answer(200, reply)
+            self.note(seq=seqs[0], status=status, size=size)
+            self.answer(status, scripted.get("body", {}), scripted.get("headers"))
+        return scripted or None
 
-    def judge(self, body: bytes) -> None:
+    def batches(self, batches: list[Batch], size: int) -> None:
+        first = batches[0].header
+        scripted = self.refused(size, *(batch.header.seq for batch in batches)) or {}
+        if scripted.get("status"):
+            return
+        missing = "attempt" if first.attempt not in ATTEMPTS else ""
+        if not missing and any(one.header.layout not in {None, *LAYOUTS} for one in batches):
+            missing = "layout"
+        if missing:
+            self.note(seq=first.seq, status=409, missing=missing)
+            self.answer(409, {"missing": missing})
+            return
+        duplicates = [self.store(batch, len(batches)) for batch in batches]
+        if scripted.get("drop"):
+            self.close_connection = True
+            return
+        highest = max([0, *(int(str(command["id"])) for command in load("commands.json"))])
+        run = unquote(self.path.split("/")[4])
+        self.answer(200, {"acked_seq": batches[-1].header.seq, "run": run, "duplicate": all(duplicates),
+                          "commands": highest})
+
+    def store(self, batch: Batch, together: int) -> bool:
+        header = batch.header
+        path = FOLDER / f"{header.attempt}-{header.producer}-{header.seq}"
+        duplicate = path.exists()
+        path.write_bytes(encode_batch(batch))
+        self.note(seq=header.seq, status=200, duplicate=duplicate, attempt=header.attempt, together=together,
+                  lost=header.lost)
+        self.judge(batch)
+        return duplicate
+
+    def judge(self, batch: Batch) -> None:
         """One rule, as simple as can be: amax over a limit -> that layer to bf16, once."""
-        rules, batch = load("rule.json"), decode_batch(body)
+        rules = load("rule.json")
         if not rules or (FOLDER / "commands.json").exists() or "amax" not in batch.arrays:
             return
         limit, module = rules[0]["switch_over"], rules[0]["module"]

@@ -3,6 +3,8 @@
 import email.utils
 import logging
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -10,13 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 import pytest
 
 from fp8scope.control import Inbox
+from fp8scope.delivery import REJECTED_NAME
 from fp8scope.segment import segment_paths, spool_folder
-from fp8scope.sender import REJECTED_NAME, Sender
+from fp8scope.sender import Sender
 from fp8scope.settings import ProbeSettings
 from fp8scope.spool import Spool
 from fp8scope_protocol.series import Layout, Series, encode_layout
@@ -24,6 +29,12 @@ from fp8scope_protocol.wire import Batch, BatchHeader, Hello, encode_batch, enco
 
 RUN = "pretrain 7b, 5 %"
 LAYOUT = Layout(series=(Series(name="fc1", role="activation", format="e4m3", scaling="tile 1x128"),))
+WIDE = Layout(series=tuple(msgspec.structs.replace(LAYOUT.series[0], name=f"fc{i}") for i in range(1000)))
+
+
+def counts(seq: int) -> Any:
+    """Numbers that do not compress."""
+    return np.random.default_rng(seq).integers(2**63, size=(40, 1000), dtype="<u8")
 
 
 class Line:
@@ -35,17 +46,21 @@ class Line:
         hello = encode_hello(Hello(run=RUN, attempt=attempt, producer="all"))
         folder = spool_folder(settings.spool, RUN, attempt, "all")
         self.spool = Spool(folder, limit=settings.spool_bytes, memory_limit=2**20, hello=hello)
-        self.sender = Sender(self.spool, settings=settings, run=RUN, attempt=attempt, token="f8s_secret",
+        self.sender = Sender(self.spool, settings=settings, run=RUN, token="f8s_secret",
                              inbox=inbox, lost=self.lost)
 
-    def put(self, *seqs: int, full: bool = False) -> None:
-        """Spool the batches `seqs`; with a measurement when `full`."""
+    def put(self, *seqs: int, full: bool = False, wide: bool = False) -> None:
+        """Spool the batches `seqs`; with a measurement when `full`, with one of 320 kB when `wide`."""
+        layout = WIDE if wide else LAYOUT if full else None
+        entry = (layout.id, encode_layout(layout)) if layout is not None else None
         for seq in seqs:
             arrays: dict[str, Any] = {"amax": np.array([1.5], dtype="<f4")} if full else {}
-            header = BatchHeader(run=RUN, attempt=self.attempt, producer="all", seq=seq, step=seq,
-                                 layout=LAYOUT.id if full else None, columns=1 if full else 0,
-                                 planes=planes_of(arrays))
-            entry = (LAYOUT.id, encode_layout(LAYOUT)) if full else None
+            if wide:
+                arrays = {"exponent_histogram": counts(seq)}
+            header = BatchHeader(
+                run=RUN, attempt=self.attempt, producer="all", seq=seq, step=seq, lost=dict(self.lost),
+                layout=layout.id if layout else None, columns=len(layout.series) if layout else 0,
+                planes=planes_of(arrays))
             self.spool.append(seq, encode_batch(Batch(header=header, arrays=arrays)), entry)
         self.sender.wake()
 
@@ -221,6 +236,148 @@ def test_c5_a_response_lost_after_commit_leaves_one_row(peer: Any, open_line: Op
     assert [one["duplicate"] for one in peer.journal(status=200)] == [False, True]
     assert line.spool.pending() == 0
     assert not line.lost
+
+
+def test_batches_that_pile_up_travel_together_in_order(peer: Any, open_line: Opener, until: Any) -> None:
+    """A collector that takes its time over each request gets fewer of them, in the steps' order."""
+    peer.write("rules.json", {"seconds": 0.05})
+    peer.start()
+    line = open_line()
+    line.put(*range(200))
+    line.close()
+    assert peer.stored() == list(range(200))
+    together = [one["together"] for one in peer.journal(status=200)]
+    assert together[0] == 1
+    assert max(together) == 32
+    assert sum(1 / batches for batches in together) < 30  # requests
+    assert line.spool.pending() == 0
+
+
+def test_a_request_that_gets_no_answer_is_followed_by_a_smaller_one(
+    peer: Any, open_line: Opener, until: Any
+) -> None:
+    """A collector that needs longer for many batches than a request may take is asked for fewer at once."""
+    peer.start()
+    line = open_line()
+    line.put(*range(70))
+    until(lambda: len(peer.stored()) == 70)
+    peer.stop()
+    peer.write("script.json", [{}, {"drop": "after"}])  # the first one asks for the hello
+    peer.start()
+    line.put(*range(70, 102))
+    line.close()
+    assert peer.stored() == list(range(102))
+    again = [one["together"] for one in peer.journal(status=200, duplicate=True)]
+    assert again
+    assert max(again) <= 16
+    assert not line.lost
+
+
+def test_one_rejected_batch_takes_no_other_with_it(peer: Any, open_line: Opener, until: Any) -> None:
+    """In the middle of a bundle is a batch that the collector will never take: the others are stored."""
+    peer.start()
+    line = open_line(collector="http://127.0.0.1:9")
+    line.put(*range(20))
+    line.close(0.0)
+    peer.write("rules.json", {"never": [11]})
+    second = open_line(attempt="a2")
+    second.close()
+    assert peer.stored() == [seq for seq in range(20) if seq != 11]
+    assert [one["lost"] for one in peer.journal(attempt="a1") if "lost" in one][-1] == {"rejected": 1}
+
+
+def test_a_batch_over_the_limit_goes_in_parts(peer: Any, open_line: Opener) -> None:
+    """The collector, or a proxy in front of it, takes no body over 100 kB: steps of 300 kB arrive whole, and
+    after the first the sender knows the limit."""
+    peer.write("rules.json", {"most_bytes": 100_000})
+    peer.start()
+    line = open_line()
+    line.put(0, 1, 2, wide=True)
+    line.put(3)
+    line.close()
+    assert peer.stored() == [0, 1, 2, 3]
+    for batch in peer.batches()[:3]:
+        assert np.array_equal(batch.arrays["exponent_histogram"], counts(batch.header.seq))
+    assert {one["seq"] for one in peer.journal(status=413)} == {0}
+    assert not line.lost
+
+
+def test_below_the_smallest_part_a_batch_is_given_up(peer: Any, open_line: Opener) -> None:
+    """A limit of 10 kB: what cannot be cut smaller is set aside and counted, small batches go on."""
+    peer.write("rules.json", {"most_bytes": 10_000})
+    peer.start()
+    line = open_line()
+    line.put(0, wide=True)
+    line.put(1, 2)
+    line.close()
+    assert peer.stored() == [1, 2]
+    assert line.lost == {"rejected": 1}
+    assert (line.spool.folder / REJECTED_NAME).stat().st_size > 300_000
+    assert peer.journal(attempt="a1")[-1]["lost"] == {"rejected": 1}
+
+
+def test_parts_that_the_collector_lost_are_sent_again(peer: Any, open_line: Opener, until: Any) -> None:
+    """It dies between two parts and comes back without them: the step still arrives, whole and once."""
+    peer.write("rules.json", {"most_bytes": 100_000})
+    peer.write("script.json", [{"status": 413}, {"status": 413}, {}, {"status": 503, "headers": {
+        "Retry-After": "1"}}])
+    peer.start()
+    line = open_line()
+    line.put(0, wide=True)
+    until(lambda: peer.journal(status=503))
+    peer.stop()
+    (peer.folder / "script.json").unlink()
+    peer.start()
+    line.close()
+    assert peer.stored() == [0]
+    assert not line.lost
+
+
+def test_what_was_lost_after_the_last_batch_is_told(peer: Any, open_line: Opener) -> None:
+    """The job's last batch is rejected, so no batch can say it: the sender says it at the end."""
+    peer.write("script.json", [{"status": 400}])
+    peer.start()
+    line = open_line()
+    line.put(0)
+    line.close()
+    assert peer.journal(attempt="a1")[-1]["lost"] == {"rejected": 1}
+
+
+def test_a_damaged_layout_costs_its_batches_only(peer: Any, open_line: Opener) -> None:
+    """The layout's record is damaged on the disk: batches that need it are set aside, the others arrive."""
+    crashed = open_line(collector="http://127.0.0.1:9")
+    crashed.put(0)
+    crashed.put(1, 2, full=True)
+    crashed.put(3)
+    crashed.close(0.0)
+    (path,) = segment_paths(crashed.spool.folder)
+    data = bytearray(path.read_bytes())
+    data[data.index(encode_layout(LAYOUT)) + 3] ^= 1
+    path.write_bytes(data)
+    peer.start()
+    open_line(attempt="a2").close()
+    assert peer.stored() == [0, 3]
+    assert [one["lost"] for one in peer.journal(attempt="a1") if "lost" in one][-1] == {"rejected": 2}
+
+
+@pytest.mark.parametrize("host", ["collector.example", "127.0.0.1"])
+def test_a_proxy_in_between(peer: Any, open_line: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                            host: str) -> None:
+    """HTTP_PROXY is obeyed, where the collector's name is known to the proxy only; a collector on this
+    machine is reached without it."""
+    log = tmp_path / "proxied"
+    command = [sys.executable, str(Path(__file__).parent / "proxy.py"), str(log), str(peer.port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as proxy:
+        assert proxy.stdout is not None
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{proxy.stdout.readline().strip()}")
+        peer.start()
+        line = open_line(collector=f"http://{host}:{peer.port}")
+        line.put(0, 1, 2, full=True)
+        line.close()
+        proxy.kill()
+    assert peer.stored() == [0, 1, 2]
+    seen = log.read_text().split() if log.exists() else []
+    assert {urlsplit(address).hostname for address in seen} == ({host} if host != "127.0.0.1" else set())
 
 
 def test_c4_an_earlier_attempt_is_sent_before_this_one(peer: Any, open_line: Opener) -> None:

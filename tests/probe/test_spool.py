@@ -129,21 +129,88 @@ def test_what_a_process_left_is_read_by_the_next(open_spool: Opener, tmp_path: P
     assert not second.lost
 
 
-@pytest.mark.parametrize("cut", [1, 5, 20])
-def test_a_torn_tail_is_cut_off_and_counted(
-    open_spool: Opener, tmp_path: Path, cut: int, caplog: pytest.LogCaptureFixture
+def test_a_tail_torn_at_any_byte_is_cut_off_and_counted(
+    open_spool: Opener, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A last record that lacks `cut` bytes is dropped, counted once; everything before it is kept."""
+    """A last record that lacks any number of its bytes is dropped, counted once; all before it is kept."""
     spool = open_spool(tmp_path / "s")
     for seq in range(3):
         spool.append(seq, b"some payload %d" % seq)
     spool.close()
     (path,) = segment_paths(spool.folder)
-    os.truncate(path, path.stat().st_size - cut)
+    whole = path.read_bytes()
+    last = len(encode_record(Record(Kind.BATCH, 2, b"some payload 2")))
+    for cut in range(1, last):
+        folder = tmp_path / f"cut {cut}"
+        folder.mkdir()
+        (folder / path.name).write_bytes(whole[:-cut])
+        again = open_spool(folder)
+        assert [record.seq for record in drain(again)] == [0, 1]
+        assert again.lost == {"torn": 1}
+    assert caplog.text.count("torn record") == last - 1
+
+
+def test_damage_at_any_byte_costs_the_records_it_hits(open_spool: Opener, tmp_path: Path) -> None:
+    """A flipped byte anywhere in what a process left, or a hole over several records: the batches that are
+    whole come out, in order, and the others are counted."""
+    spool = open_spool(tmp_path / "s")
+    batches = [Record(Kind.BATCH, seq, b"payload of %d" % seq) for seq in range(6)]
+    for record in batches:
+        spool.append(record.seq, record.payload)
+    spool.close()
+    (path,) = segment_paths(spool.folder)
+    whole = path.read_bytes()
+    size = len(encode_record(batches[0]))
+    first = len(whole) - 6 * size
+    assert whole[first:] == b"".join(encode_record(record) for record in batches)
+    damaged = [(at, at + 1) for at in range(len(whole))] + [(first + size - 3, first + 3 * size + 2)]
+    for start, end in damaged:
+        folder = tmp_path / f"{start} {end}"
+        folder.mkdir()
+        data = bytearray(whole)
+        data[start:end] = bytes(byte ^ 0xFF for byte in data[start:end])
+        (folder / path.name).write_bytes(data)
+        again = open_spool(folder)
+        hit = {(at - first) // size for at in range(max(start, first), end)}
+        assert drain(again) == [record for record in batches if record.seq not in hit]
+        assert again.lost.total() == len(hit), (start, end, again.lost)
+
+
+def test_a_payload_that_looks_like_records_is_none(open_spool: Opener, tmp_path: Path) -> None:
+    """Damage before a batch whose payload holds the bytes of another segment: those are not taken for ours
+    unless the batch around them cannot be read either."""
+    inner = b"".join(encode_record(Record(Kind.BATCH, seq, b"inner")) for seq in range(3))
+    spool = open_spool(tmp_path / "s")
+    for seq, payload in enumerate((b"first", inner, b"last")):
+        spool.append(seq, payload)
+    spool.close()
+    (path,) = segment_paths(spool.folder)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"first")] ^= 1
+    path.write_bytes(data)
     again = open_spool(tmp_path / "s")
-    assert [record.seq for record in drain(again)] == [0, 1]
-    assert again.lost == {"torn": 1}
-    assert "torn record" in caplog.text
+    assert [record.payload for record in drain(again)] == [inner, b"last"]
+    assert again.lost == {"unreadable": 1}
+
+
+def test_several_are_read_at_once_and_acknowledged_in_order(open_spool: Opener, tmp_path: Path) -> None:
+    """`peek_many` keeps within both limits but for the first, shows the same ones until they are
+    acknowledged, and what a limit drops meanwhile takes no acknowledgement from others."""
+    spool = open_spool(tmp_path / "s", segment=2**14)
+    for seq in range(12):
+        spool.append(seq, bytes(5000))  # three a segment
+    assert [one.seq for one in spool.peek_many(2, 10**6)] == [0, 1]
+    assert [one.seq for one in spool.peek_many(9, 10_000)] == [0, 1]
+    assert [one.seq for one in spool.peek_many(9, 1)] == [0]
+    flying = spool.peek_many(9, 10**6)
+    assert [one.seq for one in flying] == [0, 1, 2]
+    for record in flying[:2]:
+        spool.ack(record)
+    assert [one.seq for one in spool.peek_many(9, 10**6)] == [2]
+    spool.trim(3 * 2**14)
+    spool.ack(flying[2])
+    assert spool.lost == {"spool full": 1}
+    assert [one.seq for one in drain(spool)] == list(range(3, 12))
 
 
 def test_a_damaged_record_never_comes_out(
