@@ -1,9 +1,9 @@
 """What the programs of `roundtrip_kernel` hand over: a column of partial results each, merged in fixed order.
 
-Columns are in the order of `sums`: after `elements` and `calls`, which need no kernel, every count (ints [11]
-and, where it is wanted, the histogram's 40 bins), every sum (reals [8]), of the maxes the five that come
-before `channel_outlier`. The merge adds each row up in one program, always in the same order, so that the
-same input gives the same bits every time; atomics on floats would not.
+Columns are in the order of `sums`: after `elements` and `calls`, which need no kernel, the counts of a
+round trip (ints [11] and, where it is wanted, the histogram's 40 bins), its sums (reals [8]), of the maxes
+the five that come before `channel_outlier`. The merge adds each row up in one program, always in the same
+order, so that the same input gives the same bits every time; atomics on floats would not.
 """
 
 import math
@@ -16,12 +16,12 @@ from torch import Tensor
 from fp8scope.sums import COUNT_COLUMNS, MAX_COLUMNS, SUM_COLUMNS, RowSums
 from fp8scope_protocol.metrics import HISTOGRAM_BINS
 
-COUNTS = tl.constexpr(len(COUNT_COLUMNS) - COUNT_COLUMNS.index("nonzero"))
+COUNTS = tl.constexpr(COUNT_COLUMNS.index("stored") - COUNT_COLUMNS.index("nonzero"))
 BINS = tl.constexpr(HISTOGRAM_BINS)
 NOT_MEASURED = tl.constexpr(-math.inf)
 
 _HOST_COUNTS = tl.constexpr(COUNT_COLUMNS.index("nonzero"))
-_SUMS = tl.constexpr(len(SUM_COLUMNS))
+_SUMS = tl.constexpr(SUM_COLUMNS.index("wanted2"))
 _MAXES = tl.constexpr(MAX_COLUMNS.index("channel_outlier"))
 
 _CHUNK = 1024  # partial results a program of the merge reads at a time

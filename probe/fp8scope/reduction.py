@@ -80,10 +80,11 @@ class Reduction:
             same = layout is record.layout
             tables = self._reduce(record.tables if same else record.tables.to_layout(record.layout, layout))
         split = HEAD + len(SENTINEL_SUM_COLUMNS)
+        sentinels = SentinelSums(sums=rows[:, HEAD:split].sum(0), maxes=rows[:, split:].amax(0))
         return MergedStep(
             step=record.step,
-            skipped=bool(rows[:, SKIPPED].any()),
-            sentinels=SentinelSums(sums=rows[:, HEAD:split].sum(0), maxes=rows[:, split:].amax(0)),
+            skipped=bool(rows[:, SKIPPED].any()) or sentinels.skipped,
+            sentinels=sentinels,
             tables=tables,
             layout=layout,
             events=tuple(dict.fromkeys(event for text in texts for event in text.events)),

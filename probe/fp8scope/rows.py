@@ -1,11 +1,12 @@
 """The rows that fill up during a step: one per series, all in one set of tables on the device."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fp8scope.sums import MAX_COLUMNS, RowSums, SumTables
+from fp8scope.sums import MAX_COLUMNS, SUM_COLUMNS, RowSums, SumTables
 from fp8scope_protocol.series import Layout, Series
 
 FIRST_CAPACITY = 64
@@ -29,6 +30,17 @@ class Rows:
         if index is None:
             index = self._add(series)
         return self._tables.row(index)
+
+    def add(self, series: Sequence[Series], *, elements: Sequence[int], sums: dict[str, Tensor]) -> None:
+        """Adds one call to each of several rows at once: its elements, and columns of sums, [S] each."""
+        for one in series:
+            self.row(one)
+        rows = torch.tensor([self._index[one.key] for one in series]).to(self.device, non_blocking=True)
+        counts = torch.tensor([[number, 1] for number in elements]).to(self.device, non_blocking=True)
+        self._tables.counts[:, :2].index_add_(0, rows, counts)
+        for column, values in sums.items():
+            here = values.to(self.device, non_blocking=True)
+            self._tables.sums[:, SUM_COLUMNS.index(column)].index_add_(0, rows, here)
 
     def collect(self) -> tuple[SumTables, Layout] | None:
         """What was measured, in the order of the layout, on its way to the host; then begins anew.

@@ -30,6 +30,7 @@ from fp8scope.rows import Rows
 from fp8scope.sentinels import Number, Sentinels
 from fp8scope.states import StateRecorder, measure_states
 from fp8scope.sums import SentinelSums, StepRecord, StepWorker
+from fp8scope.updates import Samples, Updates
 from fp8scope.watch import Watch
 from fp8scope_protocol.commands import Command, CommandReport
 from fp8scope_protocol.errors import Fp8scopeError, Invalid
@@ -79,6 +80,7 @@ class Scope:
                             rank=worker.rank, world=worker.world)
         self._sentinels = Sentinels(device, world=worker.world)
         self._places = parameter_places(model)
+        self._updates = Updates(self._watch, Samples(self._watch, self._places), self._sentinels)
         self._handles = self._install()
         self._watch.begin(sampling=self._is_sampled())
         self._told_missing = False
@@ -170,6 +172,7 @@ class Scope:
             if self._watch.sampling:  # FSDP may have replaced parameters since
                 self._places.clear()
                 self._places.update(parameter_places(self._model))
+                self._updates.before(optimizer)
             if kwargs.get("closure", next(iter(args[1:]), None)) is None:  # else it has yet to compute them
                 self._sentinels.read_gradients(optimizer, sampled=self._watch.sampling)
 
@@ -177,8 +180,10 @@ class Scope:
         self._stepped.add(id(optimizer))
         with self._watch.guarded("optimizer"):
             self._sentinels.read_gradients(optimizer, sampled=self._watch.sampling)
-            self._sentinels.after_step(optimizer, sampled=self._watch.sampling)
+            self._sentinels.after_step(optimizer)
         if self._watch.sampling:
+            with self._watch.guarded("optimizer"):
+                self._updates.after(optimizer)
             measure_states(optimizer, self._places, self._watch)
 
     def _on_forward(self) -> None:
@@ -203,7 +208,7 @@ class Scope:
         tables, layout = None, None
         if self._watch.sampling:
             self._note_unmeasured(step)
-            self._sentinels.staleness(self._watch.rows.worst_staleness())
+            self._sentinels.add("scale_staleness_bits", self._watch.rows.worst_staleness())
             tables, layout = self._watch.rows.collect() or (None, None)
         sentinels = self._sentinels.take()
         reports, self._reports = tuple(self._reports), []

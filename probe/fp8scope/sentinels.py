@@ -4,18 +4,22 @@ Everything stays on the device until the step closes. How numbers merge over ran
 (sums.py): squares and counts add up, extremes take the maximum. What several ranks hold alike enters with
 1 / replicas, so that a sum over ranks counts it once, under DDP, FSDP and hybrids of both.
 
-Gradients are read when `optimizer.step` begins: after unscaling, and after clipping if the job clips; when it
-ends if it was given a closure, which computes them. A job that knows the norm before clipping says so with
-`scope.log(grad_norm=...)`, which wins.
+Gradients are read when `optimizer.step` begins: after unscaling, and after clipping if the job clips; when
+it ends if it was given a closure, which computes them. A job that knows the norm before clipping says so
+with `scope.log(grad_norm=...)`, which wins; from then on its gradients are read in sampled steps only. A
+gradient *tensor* that holds a NaN or an Inf counts as one, which its norm tells without another pass; off
+cadence under a logged norm all gradients together do.
+
+What it costs. Numbers that the host knows stay on the host, and what the device knows is kept as it comes,
+one 0-dim tensor each, and put together when the step closes: some twenty launches a step beside the norm
+itself, which is one for all gradients, however many there are.
 
 Numbers about the update come, in every step, from the optimizer's own account (`optimizer.step_stats`) if it
-keeps one. Else they are taken in sampled steps from its exp_avg and exp_avg_sq, which costs some ten passes
-over them: u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps). Likewise non-finite gradients: elements are
-counted in sampled steps; in the others a tensor that holds any counts as one.
+keeps one, else in sampled steps from a sample of its states (see `updates`).
 """
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -29,8 +33,11 @@ from fp8scope_protocol.errors import Invalid, UnknownName
 
 LOGGED = ("loss", "grad_norm", "lr", "loss_scale")
 """What a job may hand over by name."""
+COLUMNS = SENTINEL_SUM_COLUMNS + SENTINEL_MAX_COLUMNS
 
 Number = Tensor | float
+Alike = dict[int, list[Tensor]]
+"""Parameters by the number of ranks that hold the same part of them."""
 
 
 class Sentinels:
@@ -39,10 +46,23 @@ class Sentinels:
     def __init__(self, device: torch.device, *, world: int) -> None:
         self.device = device
         self.world = world
-        self._now = SentinelSums.zeros(device)
-        self._logged: set[str] = set()
+        self._found: defaultdict[str, list[Tensor]] = defaultdict(list)
+        """Column -> what the device knows: float64 [] each."""
+        self._known: dict[str, float] = {}
+        """Column -> what the host knows."""
+        self._losses: list[Tensor] = []
+        self._norm: Tensor | None = None
+        """The norm that the job has logged in this step."""
+        self._expects_norm = False
+        """Whether it did in the last one."""
+        self._lr_is_said = False
         self._read: set[int] = set()
         """Ids of the optimizers whose gradients were read, and which have not stepped since."""
+        self._gradients_read = False
+        self._alike: dict[int, tuple[int, Alike]] = {}
+        """Optimizer -> (number of its parameters, those parameters)."""
+        self._absent = {name: torch.full((), _start(name), dtype=torch.float64, device=device)
+                        for name in COLUMNS}
 
     def log(self, values: dict[str, Number]) -> None:
         """Numbers that the job knows. Losses average over calls; the others are the job's, on any rank."""
@@ -50,14 +70,15 @@ class Sentinels:
             if name not in LOGGED:
                 raise UnknownName("log", name, LOGGED)
             number = self._scalar(name, value)
-            self._logged.add(name)
             if name == "loss":
-                self._add(loss_sum=number, loss_count=1.0, nonfinite=(~torch.isfinite(number)).double())
+                self._losses.append(number)
             elif name == "grad_norm":
-                self._set("grad_square", number.square() / self.world)
-                self._set("grad_count", 1.0)
+                self._norm = number
             else:
-                self._raise(name, number)
+                self._found[name] = [number]
+                if name == "lr":  # what the job says wins
+                    self._known.pop("lr", None)
+                    self._lr_is_said = True
 
     def read_gradients(self, optimizer: Optimizer, *, sampled: bool) -> None:
         """Reads the gradients that `optimizer` is about to use, or has used; once for each of its steps."""
@@ -65,85 +86,112 @@ class Sentinels:
             return
         self._read.add(id(optimizer))
         lr = optimizer.param_groups[0].get("lr")
-        if lr is not None and "lr" not in self._logged:
-            self._raise("lr", self._number(lr))
+        if lr is not None and not self._lr_is_said:
+            self._know_lr(lr)
+        if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
+            self.add("skipped", found_inf)  # the optimizer itself skips what a gradient scaler rejects
+        if not sampled and (self._norm is not None or self._expects_norm):
+            return
         scale = getattr(optimizer, "grad_scale", None)  # set where the optimizer unscales by itself
-        unscale = 1.0 if scale is None else self._number(scale).square().reciprocal()
-        found = self._gradients(optimizer)
-        for copies, gradients in found.items():
-            norms = torch.stack([
-                self._number(norm) for norm in torch._foreach_norm(gradients, 2.0, dtype=torch.float64)])
-            if sampled:
-                bad = sum(self._number(torch.count_nonzero(~torch.isfinite(g))) for g in gradients)
-            else:
-                bad = torch.count_nonzero(~torch.isfinite(norms)).double()
-            self._add(nonfinite=bad / copies)
-            if "grad_norm" not in self._logged:
-                self._add(grad_square=norms.square().sum() * unscale / copies)
-        if found and "grad_norm" not in self._logged:
-            self._add(grad_count=1.0)
+        for copies, gradients in self._gradients(optimizer, sampled).items():
+            self._gradients_read = True
+            norms = self._norms(gradients)
+            self.add("nonfinite", (norms - norms).ne_(0).sum() / copies)
+            square = norms.square().sum() / copies
+            self.add("grad_square", square if scale is None else square / self._number(scale).square())
+            self._known["grad_count"] = 1.0
 
-    def after_step(self, optimizer: Optimizer, *, sampled: bool) -> None:
-        """Reads what the step did to the parameters."""
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Reads the optimizer's own account of its step, if it keeps one: this rank's own ratios, merged
+        over ranks as means."""
         self._read.discard(id(optimizer))
         stats = getattr(optimizer, "step_stats", None)
-        if stats is not None:  # this rank's own ratios: merged over ranks as means
-            self._raise("update_max", self._number(stats.update_max))
-            self._add(v_zero=self._number(stats.v_zero_share), v_total=1.0, weight_square=1.0,
-                      update_square=self._number(stats.update_weight_ratio).square())
-            return
-        for group in optimizer.param_groups if sampled else ():
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter)
-                if isinstance(state, Mapping) and _is_adam(group, state):
-                    self._add_update(group, parameter, state)
+        if stats is not None:
+            self.add("update_max", stats.update_max)
+            self.add("v_zero", stats.v_zero_share)
+            self.add("update_square", self._number(stats.update_weight_ratio).square())
+            self.add("v_total", 1.0)
+            self.add("weight_square", 1.0)
 
-    def staleness(self, bits: Tensor) -> None:
-        """The worst scale staleness of a delayed-scaling layer, in bits."""
-        self._raise("scale_staleness_bits", bits)
+    def add(self, column: str, value: Number) -> None:
+        """Adds to a sum, or raises a maximum to `value`, a number or a tensor [] of any kind."""
+        if isinstance(value, Tensor):
+            self._found[column].append(self._number(value))
+        elif column in SENTINEL_SUM_COLUMNS:
+            self._known[column] = self._known.get(column, 0.0) + value
+        else:
+            self._known[column] = max(self._known.get(column, -math.inf), value)
 
     def take(self) -> SentinelSums:
         """The step's sentinels on their way to the host; then begins anew."""
-        taken = SentinelSums(sums=to_host(self._now.sums), maxes=to_host(self._now.maxes))
-        self._now = SentinelSums.zeros(self.device)
-        self._logged.clear()
+        self._settle()
+        known = torch.tensor([self._known.get(name, _start(name)) for name in COLUMNS], dtype=torch.float64)
+        if self.device.type == "cuda":
+            known = known.pin_memory().to(self.device, non_blocking=True)
+        found = torch.stack([self._merged(name) for name in COLUMNS])
+        cut = len(SENTINEL_SUM_COLUMNS)
+        extremes = found[cut:].nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+        taken = SentinelSums(sums=to_host(found[:cut] + known[:cut]),
+                             maxes=to_host(torch.maximum(extremes, known[cut:])))
+        self._found.clear()
+        self._known.clear()
+        self._losses.clear()
         self._read.clear()
+        self._expects_norm, self._norm = self._norm is not None, None
+        self._gradients_read = self._lr_is_said = False
         return taken
 
-    def _gradients(self, optimizer: Optimizer) -> dict[int, list[Tensor]]:
+    def _settle(self) -> None:
+        """Losses, and a norm that the job knows, become columns."""
+        if self._losses:
+            losses = torch.stack(self._losses)
+            self.add("loss_sum", losses.sum())
+            self.add("nonfinite", (losses - losses).ne_(0).sum())
+            self._known["loss_count"] = float(len(self._losses))
+        if self._norm is not None:
+            self._found["grad_square"] = [self._norm.square() / self.world]
+            self._known["grad_count"] = 1.0
+            if not self._gradients_read:
+                self.add("nonfinite", (self._norm - self._norm).ne_(0) / self.world)
+
+    def _merged(self, column: str) -> Tensor:
+        values = self._found[column]
+        if len(values) < 2:
+            return values[0] if values else self._absent[column]
+        together = torch.stack(values)
+        return together.sum() if column in SENTINEL_SUM_COLUMNS else together.amax()
+
+    def _gradients(self, optimizer: Optimizer, sampled: bool) -> Alike:
         """This rank's parts of all gradients, by the number of ranks that hold the same part."""
-        found: dict[int, list[Tensor]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                gradient = local(parameter.grad)
-                if gradient.is_sparse:
-                    gradient = gradient.coalesce().values()
-                if gradient.is_complex():
-                    gradient = torch.view_as_real(gradient)
-                if gradient.numel():
-                    found.setdefault(replicas(parameter, self.world), []).append(gradient)
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known, alike = self._alike.get(id(optimizer), (-1, {}))
+        if sampled or known != count:  # FSDP may have replaced parameters, whose number is the same
+            alike = {}
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    alike.setdefault(replicas(parameter, self.world), []).append(parameter)
+            self._alike[id(optimizer)] = (count, alike)
+        found: Alike = {}
+        for copies, parameters in alike.items():
+            gradients = [_plain(p.grad) for p in parameters if p.grad is not None]
+            if some := [gradient for gradient in gradients if gradient.numel()]:
+                found[copies] = some
         return found
 
-    def _add_update(self, group: dict[str, Any], parameter: Tensor, state: Mapping[str, Any]) -> None:
-        m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
-        if not (m.is_floating_point() and m.element_size() > 1 and m.shape == v.shape) or not m.numel():
-            return
-        share = 1.0 / replicas(parameter, self.world)
-        beta1, beta2 = group["betas"]
-        step = state["step"]
-        t = step.double() if isinstance(step, Tensor) and step.is_cuda else float(step)
-        root = v.sqrt().div_((1 - beta2**t) ** 0.5).add_(group["eps"])
-        update = m.div(root)
-        first = self._number(1 - beta1**t)
-        lr = self._number(group["lr"])
-        self._raise("update_max", self._number(torch.linalg.vector_norm(update, math.inf)) / first)
-        moved = self._number(torch.linalg.vector_norm(update, dtype=torch.float64)) / first * lr
-        weight = self._number(torch.linalg.vector_norm(local(parameter), dtype=torch.float64))
-        lost = torch.count_nonzero((v == 0) & (m != 0))
-        self._add(update_square=moved.square() * share, weight_square=weight.square() * share,
-                  v_zero=self._number(lost) * share, v_total=m.numel() * share)
+    def _norms(self, gradients: list[Tensor]) -> Tensor:
+        """The norm of each, float64 [N], on the device of the sums."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for gradient in gradients:
+            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        norms = [torch.stack(torch._foreach_norm(some, 2.0, dtype=torch.float64)) for some in kinds.values()]
+        moved = [norm.to(self.device, non_blocking=self.device.type == "cuda") for norm in norms]
+        return moved[0] if len(moved) == 1 else torch.cat(moved)
+
+    def _know_lr(self, lr: Number) -> None:
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            self._found["lr"].append(self._number(lr))
+        else:
+            self.add("lr", float(lr))
 
     def _scalar(self, name: str, value: Number) -> Tensor:
         """What a job says, as float64 [] on the device; `Invalid` if it is not one number."""
@@ -154,25 +202,20 @@ class Sentinels:
             raise Invalid(name, given, "must be one real number") from None
 
     def _number(self, value: Number) -> Tensor:
-        """`value` as float64 [] on the device; nothing waits."""
+        """`value` as float64 [] on the device, of its own; nothing waits."""
         if isinstance(value, Tensor):
-            return local(value).reshape(()).to(self.device, torch.float64,
+            return local(value).reshape(()).to(self.device, torch.float64, copy=True,
                                                 non_blocking=self.device.type == "cuda")
         return torch.full((), value, dtype=torch.float64, device=self.device)
 
-    def _add(self, **values: Number) -> None:
-        for name, value in values.items():
-            self._now.sums[SENTINEL_SUM_COLUMNS.index(name)] += value
 
-    def _set(self, name: str, value: Number) -> None:
-        self._now.sums[SENTINEL_SUM_COLUMNS.index(name)] = value
-
-    def _raise(self, name: str, value: Tensor) -> None:
-        """NaN counts as Inf: a maximum over ranks may lose a NaN."""
-        cell = self._now.maxes[SENTINEL_MAX_COLUMNS.index(name)]
-        torch.maximum(cell, value.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), out=cell)
+def _start(column: str) -> float:
+    return 0.0 if column in SENTINEL_SUM_COLUMNS else -math.inf
 
 
-def _is_adam(group: dict[str, Any], state: Mapping[str, Any]) -> bool:
-    """Whether the update follows from what the optimizer keeps."""
-    return {"exp_avg", "exp_avg_sq", "step"} <= state.keys() and {"betas", "eps", "lr"} <= group.keys()
+def _plain(gradient: Any) -> Tensor:
+    """This rank's part of a gradient, as a dense real tensor without history."""
+    part = local(gradient)
+    if part.is_sparse:
+        part = part.coalesce().values()
+    return torch.view_as_real(part) if part.is_complex() else part

@@ -39,6 +39,21 @@ def is_measured_here(tensor: Tensor, *, rank: int, world: int, index: int) -> bo
     return all(axis.sharded or axis.coordinate == 0 for axis in axes)
 
 
+def first_row(tensor: Any) -> int:
+    """Global index of the first local row of what is sharded along rows (in chunks of ceil(rows / ranks), as
+    DTensor deals them out); 0 under any other placement."""
+    placements = getattr(tensor, "placements", ())
+    if any(one.is_shard() and (one.dim != 0 or type(one).__name__ != "Shard") for one in placements):
+        return 0
+    offset, size = 0, tensor.shape[0]
+    for axis in _axes(tensor):
+        if axis.sharded:
+            chunk = -(-size // axis.size)
+            start = min(chunk * axis.coordinate, size)
+            offset, size = offset + start, min(chunk, size - start)
+    return offset
+
+
 def _axes(tensor: Any) -> list[Axis]:
     if not hasattr(tensor, "placements"):
         return []

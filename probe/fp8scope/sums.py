@@ -12,6 +12,9 @@ A tile (or block) with a NaN or Inf is encoded as NaN throughout, so it has no r
 elements count in `x2`, `abs` and `x4`, but not in `coded`, `coded_x2`, `e2`, `xe`, `zero_codes`,
 `underflow`, `saturated` and the histogram; the block counts as bad.
 
+Of states that were found stored, not seen being stored, there are `stored` elements, zero codes, scales, the
+histogram and moments of the decoded values; `coded` and `blocks` are 0, so nothing about an error is derived.
+
 `derive` is the only place where sums become ratios. Where nothing was measured the value is MISSING:
 an expert without tokens has no underflow, it does not have an underflow of 0.
 """
@@ -47,6 +50,7 @@ COUNT_COLUMNS = (
     "zero_blocks",
     "scaled_blocks",  # neither all zero nor NaN-coded: the blocks whose scale means something
     "bad_blocks",
+    "stored",  # elements read from codes whose original is gone: nothing is known of their round trip
 )
 SUM_COLUMNS = (
     "x2",  # sum x^2 over finite elements
@@ -57,6 +61,10 @@ SUM_COLUMNS = (
     "xe",
     "scale_log2",  # over scaled blocks
     "scale_log2_sq",
+    # of changes of weights, or of updates in units of lr; see updates.py and twins.py
+    "wanted2",  # sum of squares of what exact arithmetic would have done
+    "got2",  # of what was done
+    "missed2",  # of the difference
 )
 MAX_COLUMNS = (
     "amax",
@@ -79,7 +87,13 @@ SENTINEL_SUM_COLUMNS = (
     "update_square",
     "weight_square",
 )
-SENTINEL_MAX_COLUMNS = ("update_max", "scale_staleness_bits", "loss_scale", "lr")
+SENTINEL_MAX_COLUMNS = (
+    "update_max",
+    "scale_staleness_bits",
+    "loss_scale",
+    "lr",
+    "skipped",  # 1 where an optimizer skipped the step by itself: a mark of the step, not a sentinel
+)
 
 GRAD_NORM_WINDOW = 64
 """Steps whose median `grad_norm_ratio` compares with."""
@@ -115,7 +129,7 @@ class RowSums(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SumTables:
-    """Rows of all series of a layout. counts [S, 13], sums [S, 8], maxes [S, 7], histogram [S, 40]."""
+    """Rows of all series of a layout. counts [S, 14], sums [S, 11], maxes [S, 7], histogram [S, 40]."""
 
     counts: Tensor
     sums: Tensor
@@ -164,7 +178,7 @@ class SumTables:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentinelSums:
-    """Per-step numbers of the whole job before reduction: sums [9] add up, maxes [4] take the maximum."""
+    """Per-step numbers of the whole job before reduction: sums [9] add up, maxes [5] take the maximum."""
 
     sums: Tensor
     maxes: Tensor
@@ -175,6 +189,11 @@ class SentinelSums:
             sums=torch.zeros(len(SENTINEL_SUM_COLUMNS), dtype=torch.float64, device=device),
             maxes=torch.full((len(SENTINEL_MAX_COLUMNS),), -math.inf, dtype=torch.float64, device=device),
         )
+
+    @property
+    def skipped(self) -> bool:
+        """Whether an optimizer skipped the step by itself, as fused ones do under a gradient scaler."""
+        return bool(self.maxes[SENTINEL_MAX_COLUMNS.index("skipped")] > 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,6 +272,7 @@ def derive(tables: SumTables, layout: Layout) -> Arrays:
         arrays |= _errors(counts, sums)
         arrays |= _moments(counts, sums)
         arrays |= _scales(counts, sums, maxes)
+        arrays |= _updates(layout, sums)
     for key in ("amax", "channel_outlier", "gemm_error"):
         name = "channel_outlier_ratio" if key == "channel_outlier" else key
         arrays[name] = _value(maxes[key], maxes[key] > -np.inf)
@@ -267,7 +287,7 @@ def derive_sentinels(reduced: SentinelSums, grad_norms: deque[float]) -> dict[st
     (GRAD_NORM_WINDOW at most); this step's finite norm is appended to it."""
     sums = dict(zip(SENTINEL_SUM_COLUMNS, reduced.sums.tolist(), strict=True))
     maxes = dict(zip(SENTINEL_MAX_COLUMNS, reduced.maxes.tolist(), strict=True))
-    found = {key: value for key, value in maxes.items() if value > -math.inf}
+    found = {key: value for key, value in maxes.items() if value > -math.inf and key != "skipped"}
     if sums["loss_count"] or sums["grad_count"] or sums["nonfinite"]:
         found["nonfinite_count"] = sums["nonfinite"]
     if sums["loss_count"]:
@@ -301,10 +321,11 @@ def _share(part: npt.NDArray[np.int64], whole: npt.NDArray[np.int64]) -> npt.NDA
 
 def _ratios(counts: Columns) -> Arrays:
     coded = np.where(counts["coded"] > 0, counts["elements"], 0)  # nothing was coded: nothing is known
+    known = np.where(counts["coded"] > 0, counts["elements"], counts["stored"])
     return {
         "underflow_ratio": _share(counts["underflow"], coded),
         "underflow_nonzero_ratio": _share(counts["underflow"], np.minimum(counts["nonzero"], coded)),
-        "zero_ratio": _share(counts["zero_codes"], coded),
+        "zero_ratio": _share(counts["zero_codes"], known),
         "saturation_ratio": _share(counts["saturated"], coded),
         "bad_block_ratio": _share(counts["bad_blocks"], counts["blocks"]),
     }
@@ -327,6 +348,21 @@ def _errors(counts: Columns, sums: Reals) -> Arrays:
         "distortion": _value(distortion, counts["coded"] > 0),
         "gain": _value(1.0 - b, some),
         "sqnr_db": _value(-10.0 * np.log10(n), some),
+    }
+
+
+def _updates(layout: Layout, sums: Reals) -> Arrays:
+    """Of weights what arrived of the intended change; of states what their rounding did to the update.
+
+    applied x intended follows from the three squares: no cancellation, as the gain is near 1.
+    """
+    wanted, got, missed = sums["wanted2"], sums["got2"], sums["missed2"]
+    some = wanted > 0.0
+    weights = np.array([one.role == "weight" for one in layout.series], dtype=np.bool_)
+    return {
+        "update_error": _value(np.sqrt(missed / wanted), some & ~weights),
+        "update_norm_ratio": _value(np.sqrt(got / wanted), some & ~weights),
+        "update_gain": _value((wanted + got - missed) / (2.0 * wanted), some & weights),
     }
 
 

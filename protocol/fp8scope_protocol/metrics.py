@@ -120,6 +120,15 @@ _CONSEQUENCE = (
            definition="relative error of the GEMM's output on 64 sampled rows against high-precision "
                       "operands",
            limits=(Limit(value=0.08, source=_MEASURED, roles=("activation",), formats=_E4M3_CODES),)),
+    Metric(key="update_error", unit="ratio", group="consequence",
+           definition="||u - u'|| / ||u'|| on a sample of blocks: u the step from the stored states, u' from "
+                      "fp32 twins that have run beside them"),
+    Metric(key="update_norm_ratio", unit="ratio", group="consequence", worse="neither",
+           definition="||u|| / ||u'|| on the same sample; 0.95 to 1.05 is healthy"),
+    Metric(key="update_gain", unit="ratio", group="consequence", worse="low",
+           definition="sum(applied x intended) / sum(intended^2) over the changes of weights that have no "
+                      "master, on a sample of blocks",
+           limits=(Limit(value=0.9, source=_MEASURED, roles=("weight",)),)),
 )
 
 _SENTINELS = (
@@ -129,15 +138,16 @@ _SENTINELS = (
     Metric(key="grad_norm_ratio", unit="ratio", group="sentinel", merge="max",
            definition="gradient norm / its median over the last 64 steps"),
     Metric(key="update_max", unit="lr", group="sentinel", merge="max",
-           definition="largest |update| / lr of the optimizer step"),
+           definition="largest |update| / lr of the optimizer step, on a sample of blocks where the "
+                      "optimizer keeps no account of it"),
     Metric(key="v_zero_share", unit="ratio", group="sentinel",
            definition="share of second moments that are exactly zero where the first moment is not"),
     Metric(key="update_weight_ratio", unit="ratio", group="sentinel", merge="max",
            definition="||lr u|| / ||w|| over all parameters"),
     Metric(key="scale_staleness_bits", unit="log2", group="sentinel", merge="max",
            definition="the worst scale staleness of any delayed-scaling layer"),
-    Metric(key="nonfinite_count", unit="elements", kind="count", group="sentinel", merge="sum",
-           definition="NaNs and infinities in gradients and in the loss"),
+    Metric(key="nonfinite_count", unit="tensors", kind="count", group="sentinel", merge="sum",
+           definition="gradient tensors with a NaN or an infinity, and losses that are one"),
     Metric(key="loss_scale", unit="ratio", group="sentinel", worse="neither",
            definition="the gradient scaler's current scale"),
     Metric(key="lr", unit="lr", group="sentinel", worse="neither", definition="learning rate of group 0"),

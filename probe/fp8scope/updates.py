@@ -1,0 +1,143 @@
+"""What the optimizer's step did to the weights, read from a sample of them in sampled steps.
+
+`update_max`, `v_zero_share` and the update / weight ratio follow from the moments after the step (see
+`adam`), for any optimizer of Adam's form that keeps no account of its own. On a sample, so `update_max` is
+a lower bound: the largest update of a parameter with more than some 60,000 elements may be one that is not
+looked at.
+
+`update_gain` = sum(applied x intended) / sum(intended^2) over the changes of a parameter's weights. The
+intended change is Adam's, from the moments; the applied one is the weight after less the weight before.
+Weights in 16 bits or fewer that have no master copy lose what is below half a unit in their last place: at
+lr 1e-4 BF16 rounded to nearest takes 0.31 to 0.90 of what was intended, rounded stochastically all of it.
+It is measured for those weights only; fp32 keeps everything down to lr 1e-8.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fp8scope.adam import AdamForm, adam_form, steps_of
+from fp8scope.quantize import decode
+from fp8scope.sample import Part, Sample, draw
+from fp8scope.sentinels import Sentinels
+from fp8scope.sharding import local
+from fp8scope.states import FORMAT_OF, Places
+from fp8scope.stored import Moments, State, is_readable, read_moments
+from fp8scope.watch import Watch
+from fp8scope_protocol.series import Series
+
+
+class Samples:
+    """The samples of every parameter group, drawn anew when its parameters change."""
+
+    def __init__(self, watch: Watch, places: Places) -> None:
+        self.watch = watch
+        self.places = places
+        self._known: dict[tuple[int, int], tuple[tuple[int, ...], tuple[Sample, ...]]] = {}
+
+    def of(self, optimizer: Optimizer) -> list[tuple[AdamForm, Sample]]:
+        """Samples of the groups of Adam's form, with the form as it is now."""
+        found = []
+        for index, group in enumerate(optimizer.param_groups):
+            if (form := adam_form(optimizer, group)) is None:
+                continue
+            ids = tuple(map(id, group["params"]))
+            known, samples = self._known.get((id(optimizer), index), ((), ()))
+            if ids != known:
+                samples = draw(group["params"], self.places, rank=self.watch.rank, world=self.watch.world)
+                self._known[id(optimizer), index] = (ids, samples)
+            found += [(form, sample) for sample in samples]
+        return found
+
+
+class Updates:
+    """Reads the update of each sampled step."""
+
+    def __init__(self, watch: Watch, samples: Samples, sentinels: Sentinels) -> None:
+        self.watch = watch
+        self.samples = samples
+        self.sentinels = sentinels
+        self._before: dict[Sample, Tensor] = {}
+        """Weights before the step, of samples that have no master copy."""
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Keeps weights without a master copy as they are before the step."""
+        self._before = {sample: _weights(sample) for _, sample in self.samples.of(optimizer)
+                        if sample.dtype.itemsize < 4}
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Reads what the step did."""
+        for form, sample in self.samples.of(optimizer):
+            states = [state_of(optimizer, part) for part in sample.parts]
+            moved = [i for i, (part, state) in enumerate(zip(sample.parts, states, strict=True))
+                     if part.parameter.grad is not None and state and is_readable(part, state)]
+            if not moved:
+                continue
+            some, found = sample.only(moved), [states[i] for i in moved]
+            moments = read_moments(some, found)
+            u = form.direction(some, *moments, steps_of(found, some.device))
+            if getattr(optimizer, "step_stats", None) is None:
+                self._tell(form, some, moments, u)
+            if (before := self._before.get(sample)) is not None:
+                self._compare(form, some, u, sample.pick(before, moved))
+        self._before.clear()
+
+    def _tell(self, form: AdamForm, sample: Sample, moments: Moments, u: Tensor) -> None:
+        """The sentinels; sums stand for the whole parameter."""
+        m, v = moments
+        weight = torch.tensor([part.weight for part in sample.parts], dtype=torch.float64)
+        weight = weight.to(sample.device, non_blocking=True)
+        squares = sample.squares(_weights(sample)) @ weight
+        lr = form.lr if isinstance(form.lr, Tensor) else float(form.lr)
+        add = self.sentinels.add
+        add("update_max", u.abs().amax())
+        add("update_square", sample.squares(u) @ weight * lr * lr)
+        add("weight_square", squares)
+        add("v_zero", sample.sums(((v == 0) & (m != 0)).float()) @ weight)
+        add("v_total", float(sum(part.whole for part in sample.parts)))
+
+    def _compare(self, form: AdamForm, sample: Sample, u: Tensor, before: Tensor) -> None:
+        """The gain of weights in few bits. Both changes in units of lr, which keeps squares near 1."""
+        if not isinstance(form.lr, Tensor) and form.lr == 0.0:
+            return
+        wanted = u + before * form.weight_decay if form.decoupled else u
+        got = (before - _weights(sample)) / form.lr
+        self.watch.rows.add([_series(part, sample.dtype) for part in sample.parts],
+                            elements=[part.elements for part in sample.parts],
+                            sums=update_sums(sample, wanted, got))
+
+
+def state_of(optimizer: Optimizer, part: Part) -> State:
+    """What the optimizer keeps of a parameter; nothing before its first step."""
+    state = optimizer.state.get(part.parameter)
+    return state if isinstance(state, Mapping) else {}
+
+
+def update_sums(sample: Sample, wanted: Tensor, got: Tensor) -> dict[str, Tensor]:
+    """Columns of `sums.SUM_COLUMNS`, [P] each: of a step that was wanted and the one that was got."""
+    return {"wanted2": sample.squares(wanted), "got2": sample.squares(got),
+            "missed2": sample.squares(got - wanted)}
+
+
+def _weights(sample: Sample) -> Tensor:
+    """fp32 [elements]."""
+    return in_fp32(sample.gather([as_bytes(local(part.parameter)) for part in sample.parts]),
+                   sample.dtype)
+
+
+def _series(part: Part, dtype: torch.dtype) -> Series:
+    place = part.place
+    return Series(name=place.name, role="weight", format=FORMAT_OF[dtype], scaling="none", live=True,
+                  module=place.module, depth=place.depth, aliases=place.aliases)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Codes of one byte as uint8, which can be moved about; all else as it is."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def in_fp32(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inverse of `as_bytes`, decoded."""
+    return decode(x.view(dtype)) if x.dtype == torch.uint8 else x.float()
