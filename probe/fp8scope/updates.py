@@ -64,8 +64,11 @@ class Updates:
 
     def before(self, optimizer: Optimizer) -> None:
         """Keeps weights without a master copy as they are before the step."""
-        self._before = {sample: _weights(sample) for _, sample in self.samples.of(optimizer)
-                        if sample.dtype.itemsize < 4}
+        narrow = [sample for _, sample in self.samples.of(optimizer) if sample.dtype.itemsize < 4]
+        for sample in (one for one in narrow if one.dtype not in FORMAT_OF):
+            for part in sample.parts:
+                self.watch.unobserved(part.place.name, f"update_gain of weights in {sample.dtype}")
+        self._before = {sample: _weights(sample) for sample in narrow if sample.dtype in FORMAT_OF}
 
     def after(self, optimizer: Optimizer) -> None:
         """Reads what the step did."""
