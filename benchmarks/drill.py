@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fp8scope.gemm import WgradSample
 from fp8scope.quantize import Quantized, dequantize, quantize_blocks, quantize_tiles
 from fp8scope_protocol.formats import E4M3
 from fp8scope_trainer.adamw import AdamW, parameter_groups
@@ -40,7 +41,8 @@ class Meter:
         self.series: dict[str, list[float]] = {name: [] for name in LIMITS}
 
     def tensor(
-        self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str
+        self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str,
+        power_of_two: bool = False,
     ) -> None:
         """Of the rowwise activation: saturation and distortion."""
         if (role, orientation) != ("activation", "rowwise"):
@@ -49,6 +51,12 @@ class Meter:
         self.series["saturation_ratio"].append((x.abs() > 448 * scales[:, :1]).double().mean().item())
         cosine = F.cosine_similarity(x.double().flatten(), d.double().flatten(), dim=0)
         self.series["distortion"].append(1 - cosine.item())
+
+    def sample(self, x: Tensor, column_scales: Tensor) -> None:
+        """Keeps nothing."""
+
+    def wgrad(self, dy: Tensor, column_scales: Tensor, sample: WgradSample) -> None:
+        """Never called: nothing was kept."""
 
     def gemm(self, x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor) -> None:
         """Of all rows of the output."""

@@ -28,11 +28,15 @@ def format_names(formats: Iterable[str]) -> tuple[str, ...]:
     return (formats,) if isinstance(formats, str) else tuple(dict.fromkeys(formats))
 
 
-def check_arguments(run: str, every: int, start_step: int | None, formats: tuple[str, ...]) -> None:
+def check_arguments(
+    run: str, every: int, detail_every: int, start_step: int | None, formats: tuple[str, ...]
+) -> None:
     """Refuses what `attach` could not work with."""
     check_run(run)
     if not is_whole(every, least=1):
         raise Invalid("every", every, "must be a number of steps, 1 or more")
+    if not is_whole(detail_every, least=1):
+        raise Invalid("detail_every", detail_every, "must be a number of measured steps, 1 or more")
     if start_step is not None and not is_whole(start_step, least=0):
         raise Invalid("start_step", start_step, "must be a step number, 0 or more")
     if not formats:

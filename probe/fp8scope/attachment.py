@@ -33,6 +33,7 @@ def attach(
     *,
     run: str,
     every: int = 10,
+    detail_every: int = 8,
     collector: str | None = None,
     spool: str | Path | None = None,
     resume: bool = False,
@@ -43,7 +44,9 @@ def attach(
     """Puts the probe on `model`. Call it on every rank, after sharding if the model is sharded.
 
     run: name of the run; a name used before starts a new run, unless `resume` continues the newest of it.
-    every: steps between two full measurements; sentinels are taken in every step.
+    every: steps between two measurements; sentinels are taken in every step.
+    detail_every: of the measured steps, every how manieth is also measured in detail: columnwise tiles,
+        exponent histograms, optimizer states, outlying channels and errors of products.
     collector: address, or `offline`; else FP8SCOPE_COLLECTOR, else http://127.0.0.1:8050.
     start_step: number of the first step; None takes it from the optimizer's state, which is 0 for a new run.
     formats: measured as what-ifs in layers that do not quantize by themselves and in optimizer states; each
@@ -56,13 +59,13 @@ def attach(
         raise Invalid("model", type(model).__name__, "must be a torch.nn.Module")
     given = tuple(map(bare, optimizers if isinstance(optimizers, Iterable) else (optimizers,)))
     names = format_names(formats)
-    check_arguments(run, every, start_step, names)
-    every = int(every)
+    check_arguments(run, every, detail_every, start_step, names)
+    every, detail_every = int(every), int(detail_every)
     check_unattached(model)
     settings = read_settings(collector=collector, spool=spool)
     first = _first_step(given) if start_step is None else int(start_step)
     ranks = join_ranks(
-        repr((run, every, names, remote_control, resume, first)),
+        repr((run, every, detail_every, names, remote_control, resume, first)),
         handshake_seconds=settings.handshake_seconds, reduce_seconds=settings.reduce_seconds,
     )
     hello = Hello(
@@ -71,7 +74,8 @@ def attach(
         unobserved=find_unobserved(model), facts=_facts(model, given),
     )
     worker = Worker(hello, ranks=ranks, settings=settings, token=read_token())
-    return Scope(model, given, worker=worker, every=every, formats=names, start_step=first)
+    return Scope(model, given, worker=worker, every=every, detail_every=detail_every, formats=names,
+                 start_step=first)
 
 
 def _first_step(optimizers: tuple[Optimizer, ...]) -> int:

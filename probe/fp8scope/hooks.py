@@ -4,6 +4,9 @@
     forward hook        puts a tensor hook on each output that wants a gradient
     tensor hook         gradient of the output
 
+Only the pre-hook stays on a layer; in a measured step it adds the forward hook for the call under way. So a
+call off cadence costs one look at a flag, less than any forward hook (`benchmarks/probe_overhead.py`).
+
 What-if and in-situ. A plain `nn.Linear` is measured as if it quantized its operands with current scales:
 activation and gradient in both orientations, in the formats and scalings of `Watch.recipes`. A module with an
 attribute `observer` (see observer.py) hands over what it really did, and is measured by nothing else.
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fp8scope.gemm import gemm_error
+from fp8scope.gemm import WgradSample, gemm_error, sample_columns, wgrad_row_error_max
 from fp8scope.inert import Inert, InertObserver
 from fp8scope.layers import Layer, weight_of
 from fp8scope.roundtrip import channel_outlier_ratio
@@ -32,7 +35,7 @@ from fp8scope_protocol.recipes import what_ifs
 from fp8scope_protocol.series import Series
 
 CHANNEL_OUTLIER, GEMM_ERROR = MAX_COLUMNS.index("channel_outlier"), MAX_COLUMNS.index("gemm_error")
-ORIENTATIONS = ("rowwise", "columnwise")
+WGRAD_ROW_ERROR = MAX_COLUMNS.index("wgrad_row_error")
 
 
 def install(layers: tuple[Layer, ...], watch: Watch) -> list[RemovableHandle]:
@@ -40,10 +43,7 @@ def install(layers: tuple[Layer, ...], watch: Watch) -> list[RemovableHandle]:
     handles: list[RemovableHandle] = []
     for layer in layers:
         probe = LayerProbe(layer, watch)
-        pre = layer.module.register_forward_pre_hook(ForwardPreHook(probe), with_kwargs=True)
-        # Checkpointing leaves a recomputed forward by an exception; the hook must learn of it.
-        post = layer.module.register_forward_hook(ForwardHook(probe), with_kwargs=True, always_call=True)
-        handles += [pre, post]
+        handles.append(layer.module.register_forward_pre_hook(ForwardPreHook(probe), with_kwargs=True))
         if layer.in_situ:
             layer.module.observer = InSituObserver(probe)  # type: ignore[assignment]
     return handles
@@ -56,9 +56,11 @@ class LayerProbe:
         self.layer = layer
         self.watch = watch
         self.inside = False
-        """True between the layer's pre-hook and its hook."""
+        """True between the layer's pre-hook and its hook, in a measured step."""
         self.live = False
         """Whether the forward under way is measured."""
+        self.sample: WgradSample | None = None
+        """What the forward under way keeps of its input."""
         self._series: dict[tuple[str, ...], Series] = {}
 
     def series(
@@ -76,21 +78,38 @@ class LayerProbe:
             )
         return self._series[key]
 
-    def add_both(self, role: str, x: Tensor) -> None:
-        """x [R, C] as a what-if, in both orientations and in all formats."""
+    def add_operand(self, role: str, x: Tensor) -> None:
+        """x [R, C] as a what-if, in all formats: along its rows, in a detailed step also x.t(), for wgrad."""
         for element, scaling in what_ifs(self.watch.recipes, role):
-            for orientation, view in zip(ORIENTATIONS, (x, x.t()), strict=True):
-                self.watch.measure(self.series(role, orientation, element, scaling), view, element)
+            self.watch.measure(self.series(role, "rowwise", element, scaling), x, element)
+            if self.watch.detailed:
+                self.watch.measure(self.series(role, "columnwise", element, scaling), x.t(), element)
+
+    def add_sample(self, x: Tensor, scales: Tensor | None = None) -> WgradSample | None:
+        """Columns of x [M, K], the first input of a step, for the error of the weight's gradient."""
+        if self.watch.has_turn(self.layer.index) and self.watch.once("wgrad", self.layer.name):
+            return sample_columns(x, scales)
+        return None
+
+    def add_wgrad_error(self, dy: Tensor, sample: WgradSample) -> None:
+        """The error of the product of dy [M, N] and the sampled input of the same call, as a what-if."""
+        for recipe in self.watch.recipes:
+            scaling = recipe.scaling_of("gradient")
+            error = wgrad_row_error_max(dy, sample, recipe.element, dy_scaling=scaling,
+                                        x_scaling=recipe.scaling_of("activation"))
+            series = self.series("gradient", "columnwise", recipe.element, scaling)
+            self.watch.largest(series, WGRAD_ROW_ERROR, error)
 
     def add_weight(
-        self, series: Series, weight: Tensor, element: Format, scales: Tensor | None = None
+        self, series: Series, weight: Tensor, element: Format, scales: Tensor | None = None, *,
+        power_of_two: bool = False,
     ) -> None:
         """Once a step. Under FSDP all ranks hold the whole weight here, and one of them measures it."""
         watch = self.watch
         watch.rows.row(series)  # all ranks have the same series
         mine = is_measured_here(weight, rank=watch.rank, world=watch.world, index=self.layer.index)
         if watch.once(*series.key) and mine:
-            watch.measure(series, matrix(weight), element, scales=scales)
+            watch.measure(series, matrix(weight), element, scales=scales, power_of_two=power_of_two)
 
 
 class ForwardPreHook(Inert):
@@ -100,10 +119,13 @@ class ForwardPreHook(Inert):
         self.probe = probe
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():  # a compiled region runs unobserved, and is listed as such
-            return
         probe = self.probe
+        if torch.compiler.is_compiling() or not probe.watch.sampling:  # compiled: listed as unobserved
+            return
         probe.inside, probe.live = True, probe.watch.counts(module)
+        after = ForwardHook(probe)
+        # Checkpointing leaves a recomputed forward by an exception; the hook must learn of it.
+        after.handle = module.register_forward_hook(after, with_kwargs=True, always_call=True)
         if probe.live:
             probe.watch.ran.add(probe.layer.name)
             if not probe.layer.in_situ:
@@ -112,36 +134,43 @@ class ForwardPreHook(Inert):
 
 
 class ForwardHook(Inert):
-    """Asks for the gradients of a layer's outputs."""
+    """Asks for the gradients of a layer's outputs; there for one call."""
+
+    handle: RemovableHandle | None = None
 
     def __init__(self, probe: LayerProbe) -> None:
         self.probe = probe
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
+        if self.handle is not None:
+            self.handle.remove()
         probe = self.probe
         wanted = probe.live and not probe.layer.in_situ
         probe.inside = probe.live = False
+        sample, probe.sample = probe.sample, None
         if wanted:
             with probe.watch.guarded(probe.layer.name):
                 for y in tensors_in(output):
                     if y.requires_grad:
-                        y.register_hook(GradientHook(probe))  # type: ignore[no-untyped-call]
+                        y.register_hook(GradientHook(probe, sample))  # type: ignore[no-untyped-call]
 
 
 class GradientHook(Inert):
     """Measures the gradient of one output of one call."""
 
-    def __init__(self, probe: LayerProbe) -> None:
+    def __init__(self, probe: LayerProbe, sample: WgradSample | None) -> None:
         self.probe = probe
+        self.sample = sample
 
     def __call__(self, gradient: Tensor) -> None:
-        watch, layer = self.probe.watch, self.probe.layer
-        if watch.sampling:
-            watch.gradients.add(layer.name)
-            with watch.guarded(layer.name):
-                self.probe.add_both("gradient", matrix(gradient))
+        probe = self.probe
+        if probe.watch.sampling:
+            probe.watch.gradients.add(probe.layer.name)
+            with probe.watch.guarded(probe.layer.name):
+                dy = matrix(gradient)
+                probe.add_operand("gradient", dy)
+                if self.sample is not None:
+                    probe.add_wgrad_error(dy, self.sample)
 
 
 class InSituObserver(InertObserver):
@@ -158,29 +187,50 @@ class InSituObserver(InertObserver):
         return self.probe.watch.sampling and torch._C._current_graph_task_id() != -1
 
     def tensor(
-        self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str
+        self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str,
+        power_of_two: bool = False,
     ) -> None:
-        """One quantization with the scales that were used."""
-        probe = self.probe
-        with probe.watch.guarded(probe.layer.name):
+        """One quantization with the scales that were used.
+
+        Outside of detailed steps current scales are computed again, to the same bits: x over one's own amax
+        is divided in fewer instructions than x over any scale.
+        """
+        probe, watch = self.probe, self.probe.watch
+        with watch.guarded(probe.layer.name):
+            if orientation == "columnwise" and not watch.detailed:
+                return
             series = probe.series(role, orientation, E4M3, scaling, policy)
+            used = scales if policy == "delayed" or watch.detailed else None
             if role == "weight":
-                probe.add_weight(series, x, E4M3, scales)
+                probe.add_weight(series, x, E4M3, used, power_of_two=power_of_two)
                 return
             x = matrix(x)
-            probe.watch.measure(series, x, E4M3, scales=scales)
-            if (role, orientation) == ("activation", "rowwise"):
-                probe.watch.largest(series, CHANNEL_OUTLIER, channel_outlier_ratio(x))
+            watch.measure(series, x, E4M3, scales=used, power_of_two=power_of_two)
+            if watch.detailed and (role, orientation) == ("activation", "rowwise"):
+                watch.largest(series, CHANNEL_OUTLIER, channel_outlier_ratio(x))
 
     def gemm(self, x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor) -> None:
-        """The operands of the first forward of a step."""
+        """The operands of the first forward of a detailed step."""
         probe = self.probe
         with probe.watch.guarded(probe.layer.name):
-            if probe.watch.once("gemm", probe.layer.name):
+            if probe.watch.detailed and probe.watch.once("gemm", probe.layer.name):
                 error = gemm_error(matrix(x), matrix(weight), E4M3, x_scales=x_scales,
                                    weight_scales=weight_scales)
                 series = probe.series("activation", "rowwise", E4M3, "tile 1x128")
                 probe.watch.largest(series, GEMM_ERROR, error)
+
+    def sample(self, x: Tensor, column_scales: Tensor) -> WgradSample | None:
+        """What the call is to keep of x until its backward."""
+        with self.probe.watch.guarded(self.probe.layer.name):
+            return self.probe.add_sample(matrix(x), column_scales)
+        return None
+
+    def wgrad(self, dy: Tensor, column_scales: Tensor, sample: WgradSample) -> None:
+        """The operands of the wgrad of a call that kept a sample."""
+        with self.probe.watch.guarded(self.probe.layer.name):
+            series = self.probe.series("gradient", "columnwise", E4M3, "tile 1x128")
+            error = wgrad_row_error_max(matrix(dy), sample, E4M3, dy_scales=column_scales)
+            self.probe.watch.largest(series, WGRAD_ROW_ERROR, error)
 
 
 def _measure_operands(probe: LayerProbe, module: nn.Module, inputs: Any) -> None:
@@ -193,7 +243,10 @@ def _measure_operands(probe: LayerProbe, module: nn.Module, inputs: Any) -> None
     if not found:
         watch.unobserved(name, f"no input of {weight.shape[-1]} features")
     for x in map(matrix, found):
-        probe.add_both("activation", x)
+        probe.add_operand("activation", x)
+        if not watch.detailed:
+            continue
+        probe.sample = probe.add_sample(x) or probe.sample
         outliers = channel_outlier_ratio(x)
         for recipe in watch.recipes:
             scaling = recipe.scaling_of("activation")

@@ -28,6 +28,7 @@ class AttachOptions(TypedDict, total=False):
 
     run: Required[str]
     every: int
+    detail_every: int
     collector: str | None
     spool: str | Path | None
     resume: bool
@@ -43,7 +44,8 @@ class HostedScope:
         call.apply_defaults()
         self._options: dict[str, Any] = dict(options)
         self._options["formats"] = formats = format_names(call.arguments["formats"])
-        check_arguments(call.arguments["run"], call.arguments["every"], None, formats)
+        given = call.arguments
+        check_arguments(given["run"], given["every"], given["detail_every"], None, formats)
         read_settings(**{name: call.arguments[name] for name in ("collector", "spool")})
         self._told = False
         self.scope: Scope | None = None

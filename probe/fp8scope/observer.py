@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from fp8scope.gemm import WgradSample
 from fp8scope_protocol.commands import Precision
 
 
@@ -20,13 +21,21 @@ class LinearObserver(Protocol):
     """True only in sampled steps and outside of activation recomputation."""
 
     def tensor(
-        self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str
+        self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str,
+        power_of_two: bool = False,
     ) -> None:
         """One quantization. x [R, C] high-precision, as quantized (columnwise: already transposed);
-        scales as in `quantize.Quantized`; role activation, weight or gradient."""
+        scales as in `quantize.Quantized`; role activation, weight or gradient. power_of_two: current
+        scales were rounded up to powers of two."""
 
     def gemm(self, x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor) -> None:
         """The operands of one fprop: x [M, K], weight [N, K], both high-precision, and the scales used."""
+
+    def sample(self, x: Tensor, column_scales: Tensor) -> WgradSample | None:
+        """What a forward is to keep of x [M, K] until backward; mostly None. Scales are those of x.t()."""
+
+    def wgrad(self, dy: Tensor, column_scales: Tensor, sample: WgradSample) -> None:
+        """The operands of the wgrad of the call that kept `sample`: dy [M, N], and the scales of dy.t()."""
 
 
 class StateObserver(Protocol):

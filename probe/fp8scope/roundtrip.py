@@ -116,7 +116,8 @@ def channel_outlier_ratio(x: Tensor) -> Tensor:
     """
     if x.numel() == 0:
         return torch.full((), -math.inf, dtype=torch.float64, device=x.device)
-    norms = torch.linalg.vector_norm(x, dim=0, dtype=torch.float64)
+    wide = torch.float32 if x.is_cuda else torch.float64  # on CUDA float64 would copy x, four times its size
+    norms = torch.linalg.vector_norm(x, dim=0, dtype=wide).double()
     norms = torch.where(torch.isfinite(norms), norms, math.nan)
     median = norms.nanmedian()
     return torch.where(median > 0, norms.nan_to_num(-math.inf).amax() / median, -math.inf)

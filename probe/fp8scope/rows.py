@@ -24,6 +24,11 @@ class Rows:
         self._layout: Layout | None = None
         self._order: list[int] = []
 
+    @property
+    def count(self) -> int:
+        """How many series there are."""
+        return len(self._series)
+
     def row(self, series: Series) -> RowSums:
         """Views of the row of `series`. Keep them no longer than one call: tables grow and are swapped."""
         index = self._index.get(series.key)

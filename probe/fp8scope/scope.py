@@ -58,10 +58,11 @@ class Scope:
 
     def __init__(
         self, model: nn.Module, optimizers: tuple[Optimizer, ...], *, worker: StepWorker, every: int,
-        formats: tuple[str, ...] = ("e4m3",), start_step: int = 0,
+        detail_every: int = 1, formats: tuple[str, ...] = ("e4m3",), start_step: int = 0,
     ) -> None:
         check_unattached(model)
         self.every = every
+        self.detail_every = detail_every
         self.current = start_step
         """The step under way."""
         self._worker = worker
@@ -82,7 +83,7 @@ class Scope:
         self._places = parameter_places(model)
         self._updates = Updates(self._watch, Samples(self._watch, self._places), self._sentinels)
         self._handles = self._install()
-        self._watch.begin(sampling=self._is_sampled())
+        self._begin()
         self._told_missing = False
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -100,6 +101,11 @@ class Scope:
         """
         with self._watch.guarded("optimizer"):
             self._sentinels.read_gradients(bare(optimizer), sampled=self._watch.sampling)
+
+    @property
+    def series(self) -> int:
+        """How many series have been measured so far, in this rank."""
+        return self._watch.rows.count
 
     @property
     def stepped(self) -> bool:
@@ -162,8 +168,10 @@ class Scope:
                 optimizer.observer = StateRecorder(self._watch, self._places)  # type: ignore[attr-defined]
         return handles
 
-    def _is_sampled(self) -> bool:
-        return self.current % self.every == 0
+    def _begin(self) -> None:
+        """The step under way: measured or not, in detail or not, the same on every rank."""
+        samples, rest = divmod(self.current, self.every)
+        self._watch.begin(sampling=rest == 0, detailed=samples % self.detail_every == 0)
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) in self._stepped and not self.explicit:
@@ -184,6 +192,7 @@ class Scope:
         if self._watch.sampling:
             with self._watch.guarded("optimizer"):
                 self._updates.after(optimizer)
+        if self._watch.detailed:
             measure_states(optimizer, self._places, self._watch)
 
     def _on_forward(self) -> None:
@@ -202,7 +211,7 @@ class Scope:
         self.current = step + 1
         with self._watch.guarded("step"):
             self._obey()
-        self._watch.begin(sampling=self._is_sampled())
+        self._begin()
 
     def _record(self, step: int, skipped: bool) -> StepRecord:
         tables, layout = None, None

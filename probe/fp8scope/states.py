@@ -1,4 +1,4 @@
-"""What quantization does, or would do, to optimizer states; measured after the step of a sampled step.
+"""What quantization does, or would do, to optimizer states; measured after the step of a detailed step.
 
 An optimizer with an attribute `observer` (see observer.py) hands over what it encoded. States that are held
 in floating point are measured as what-ifs: exp_avg and momentum_buffer as they are,
@@ -52,7 +52,7 @@ class StateRecorder(InertObserver):
 
     @property
     def active(self) -> bool:
-        return self.watch.sampling
+        return self.watch.detailed
 
     def state(
         self, parameter: Tensor, role: str, x: Tensor, scales: Tensor, *, scaling: str, rounding: str,

@@ -74,6 +74,7 @@ MAX_COLUMNS = (
     "staleness_bits",
     "channel_outlier",
     "gemm_error",
+    "wgrad_row_error",
 )
 
 SENTINEL_SUM_COLUMNS = (
@@ -129,7 +130,7 @@ class RowSums(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SumTables:
-    """Rows of all series of a layout. counts [S, 14], sums [S, 11], maxes [S, 7], histogram [S, 40]."""
+    """Rows of all series of a layout. counts [S, 14], sums [S, 11], maxes [S, 8], histogram [S, 40]."""
 
     counts: Tensor
     sums: Tensor
@@ -253,7 +254,8 @@ class StepWorker(Protocol):
 def derive(tables: SumTables, layout: Layout) -> Arrays:
     """Metrics of the catalogue, each [S]: uint64 counts and float32 values; HISTOGRAM apart.
 
-    Also `exponent_histogram` uint64 [40, S]. Where a metric was not measured its value is MISSING.
+    Also `exponent_histogram` uint64 [40, S], in detailed steps. Where a metric was not measured its value is
+    MISSING.
     """
     if len(tables) != len(layout.series):
         raise ValueError(f"{len(tables)} rows for a layout of {len(layout.series)} series")
@@ -273,12 +275,14 @@ def derive(tables: SumTables, layout: Layout) -> Arrays:
         arrays |= _moments(counts, sums)
         arrays |= _scales(counts, sums, maxes)
         arrays |= _updates(layout, sums)
-    for key in ("amax", "channel_outlier", "gemm_error"):
-        name = "channel_outlier_ratio" if key == "channel_outlier" else key
+    for name, key in (("amax", "amax"), ("channel_outlier_ratio", "channel_outlier"),
+                      ("gemm_error", "gemm_error"), ("wgrad_row_error_max", "wgrad_row_error")):
         arrays[name] = _value(maxes[key], maxes[key] > -np.inf)
     least = -maxes["neg_amin_nonzero"]
     arrays["amin_nonzero"] = _value(least, least < np.inf)
-    arrays["exponent_histogram"] = np.ascontiguousarray(tables.histogram.numpy().T.astype("<u8"))
+    histogram = tables.histogram.numpy()
+    if histogram.any():
+        arrays["exponent_histogram"] = np.ascontiguousarray(histogram.T.astype("<u8"))
     return arrays
 
 

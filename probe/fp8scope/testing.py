@@ -47,7 +47,7 @@ class MemoryWorker:
         if record.tables is None or record.layout is None:
             return {}
         arrays = derive(record.tables, record.layout)
-        arrays.pop("exponent_histogram")
+        arrays.pop("exponent_histogram", None)
         found: dict[tuple[str, str, str], Metrics] = {}
         for i, series in enumerate(record.layout.series):
             values = {key: column[i].item() for key, column in arrays.items() if not is_missing(column)[i]}

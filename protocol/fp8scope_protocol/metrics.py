@@ -120,6 +120,9 @@ _CONSEQUENCE = (
            definition="relative error of the GEMM's output on 64 sampled rows against high-precision "
                       "operands",
            limits=(Limit(value=0.08, source=_MEASURED, roles=("activation",), formats=_E4M3_CODES),)),
+    Metric(key="wgrad_row_error_max", unit="ratio", merge="max", group="consequence", floor=True,
+           definition="relative error of dW against high-precision operands over 64 sampled columns, the "
+                      "worst row; layers take turns"),
     Metric(key="update_error", unit="ratio", group="consequence",
            definition="||u - u'|| / ||u'|| on a sample of blocks: u the step from the stored states, u' from "
                       "fp32 twins that have run beside them"),
@@ -182,7 +185,7 @@ def floor_of(metric: Metric, series: Series) -> float:
     sqnr_db = sqnr_floor_db(FORMATS[series.format], parse_scaling(series.scaling), series.rounding)
     if metric.key == "sqnr_db":
         return sqnr_db
-    if metric.key == "gemm_error":
+    if metric.key in ("gemm_error", "wgrad_row_error_max"):
         # Two operands, each with relative error 10^(-sqnr/20), independent of one another.
         return float((2.0 ** 0.5) * 10.0 ** (-sqnr_db / 20.0))
     return distortion_of(sqnr_db)

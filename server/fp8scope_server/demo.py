@@ -46,8 +46,8 @@ class DemoPlan:
     def train_arguments(self, run: str, collector: str) -> list[str]:
         """The command line of `fp8scope train`."""
         return ["train", "--run", run, "--preset", "demo", "--steps", str(self.steps),
-                "--ranks", str(self.ranks),
-                "--seed", str(self.seed), "--every", "1", "--collector", collector, "--remote-control",
+                "--ranks", str(self.ranks), "--seed", str(self.seed), "--every", "1", "--detail-every", "1",
+                "--collector", collector, "--remote-control",
                 "--drill", "frozen-amax", "--fault-step", str(self.fault_step), "--json"]
 
 

@@ -163,7 +163,7 @@ async def read_cell(
         if frame.metric in METRICS:
             metrics[frame.metric] = _number(plane)
         elif frame.metric == "exponent_histogram":
-            histogram = [int(count) for count in plane]
+            histogram = [int(count) for count in plane] if plane.any() else []
     ordered = {key: metrics[key] for key in METRICS if key in metrics}
     return Cell(step=found, attempt=attempt, metrics=ordered, histogram=histogram)
 

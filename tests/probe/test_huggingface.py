@@ -58,7 +58,8 @@ def train(tmp_path: Path) -> Train:
         callbacks: list[TrainerCallback] = []
         if run is not None:
             callbacks.append(
-                ScopeCallback(run=run, every=every, collector="offline", spool=tmp_path / "spool"))
+                ScopeCallback(run=run, every=every, detail_every=1, collector="offline",
+                              spool=tmp_path / "spool"))
         trainer = Trainer(model or llama(), TrainingArguments(**(wanted | arguments)), train_dataset=Tokens(),
                           eval_dataset=Tokens(), callbacks=callbacks)
         trainer.train(resume_from_checkpoint=resume)

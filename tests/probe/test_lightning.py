@@ -74,7 +74,8 @@ def train(tmp_path: Path) -> Train:
              checkpoint: Path | None = None, rows: int = 60, callbacks: tuple[Any, ...] = (),
              every: int = 1, **arguments: Any) -> Any:
         if run is not None:
-            one = ScopeCallback(run=run, every=every, collector="offline", spool=tmp_path / "spool")
+            one = ScopeCallback(run=run, every=every, detail_every=1, collector="offline",
+                                spool=tmp_path / "spool")
             callbacks = (*callbacks, one)
         wanted: dict[str, Any] = {
             "max_steps": STEPS, "accumulate_grad_batches": ACCUMULATE, "gradient_clip_val": CLIP,

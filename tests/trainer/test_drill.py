@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fp8scope.gemm import WgradSample
 from fp8scope.quantize import dequantize, quantize_blocks, quantize_tiles
 from fp8scope_protocol.commands import Precision
 from fp8scope_protocol.errors import Invalid, UnknownName
@@ -32,13 +33,20 @@ class Meter:
         self.gemm_error: list[float] = []
 
     def tensor(
-        self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str
+        self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str,
+        power_of_two: bool = False,
     ) -> None:
         if (role, orientation) == ("activation", "rowwise"):
             d = dequantize(quantize_tiles(x, E4M3, scales=scales))
             self.saturation.append((x.abs() > 448 * scales[:, :1]).double().mean().item())
             cosine = F.cosine_similarity(x.double().flatten(), d.double().flatten(), dim=0)
             self.distortion.append(1 - cosine.item())
+
+    def sample(self, x: Tensor, column_scales: Tensor) -> None:
+        """Keeps nothing."""
+
+    def wgrad(self, dy: Tensor, column_scales: Tensor, sample: WgradSample) -> None:
+        """Never called: nothing was kept."""
 
     def gemm(self, x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor) -> None:
         exact, w = x @ weight.t(), dequantize(quantize_blocks(weight, E4M3, scales=weight_scales))

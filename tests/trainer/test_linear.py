@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8scope.gemm import WgradSample
 from fp8scope.observer import LinearObserver, Switchable
 from fp8scope.quantize import dequantize, quantize_blocks, quantize_tiles, scale_of, tile_amax
 from fp8scope_protocol.commands import Precision
@@ -30,9 +31,16 @@ class Recorder(LinearObserver):
         self.gemms: list[tuple[Tensor, ...]] = []
 
     def tensor(
-        self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str
+        self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str,
+        power_of_two: bool = False,
     ) -> None:
         self.tensors[role, orientation] = (x.clone(), scales.clone(), scaling, policy)
+
+    def sample(self, x: Tensor, column_scales: Tensor) -> None:
+        """Keeps nothing."""
+
+    def wgrad(self, dy: Tensor, column_scales: Tensor, sample: WgradSample) -> None:
+        """Never called: nothing was kept."""
 
     def gemm(self, x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor) -> None:
         self.gemms.append((x, weight, x_scales, weight_scales))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fp8scope.gemm import WgradSample
 from fp8scope.observer import LinearObserver
 from fp8scope.quantize import Quantized
 from fp8scope_protocol.commands import Precision
@@ -143,7 +144,7 @@ class _BlockLinear(torch.autograd.Function):
 def _forward_fp8(ctx: Any, x: Tensor, weight: Tensor, call: Call) -> Tensor:
     x_row, x_column = quantize_both(x, call.recipe, call.scale)
     w = quantize_weight(weight, call.recipe)
-    _hand_over_forward(call, x, weight, x_row.scales, x_column.scales, w.scales)
+    ctx.sample = _hand_over_forward(call, x, weight, x_row.scales, x_column.scales, w.scales)
     ctx.save_for_backward(*x_column[:2], *w[:2])
     return gemm.fprop(x_row, w, dtype=x.dtype)
 
@@ -151,7 +152,7 @@ def _forward_fp8(ctx: Any, x: Tensor, weight: Tensor, call: Call) -> Tensor:
 def _backward_fp8(ctx: Any, dy: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
     x_codes, x_scales, w_codes, w_scales = ctx.saved_tensors
     dy_row, dy_column = quantize_both(dy, call.recipe)
-    _hand_over_gradient(call, dy, dy_row.scales, dy_column.scales)
+    _hand_over_gradient(call, dy, dy_row.scales, dy_column.scales, ctx.sample)
     dx = dw = None
     if ctx.needs_input_grad[0]:
         dx = gemm.dgrad(dy_row, Quantized(w_codes, w_scales, "block 128x128"), dtype=dy.dtype)
@@ -161,9 +162,10 @@ def _backward_fp8(ctx: Any, dy: Tensor, call: Call) -> tuple[Tensor | None, Tens
 
 
 def _forward_bf16(ctx: Any, x: Tensor, weight: Tensor, call: Call) -> Tensor:
+    ctx.sample = None
     if call.watcher is not None:
         row, column = (tile_scales(y, call.recipe, call.scale) for y in (x, x.t()))
-        _hand_over_forward(call, x, weight, row, column, block_scales(weight, call.recipe))
+        ctx.sample = _hand_over_forward(call, x, weight, row, column, block_scales(weight, call.recipe))
     ctx.save_for_backward(x.bfloat16(), weight)
     return gemm.rounded_matmul(x, weight.t(), dtype=x.dtype)
 
@@ -171,7 +173,8 @@ def _forward_bf16(ctx: Any, x: Tensor, weight: Tensor, call: Call) -> Tensor:
 def _backward_bf16(ctx: Any, dy: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
     x, weight = ctx.saved_tensors
     if call.watcher is not None:
-        _hand_over_gradient(call, dy, *(tile_scales(y, call.recipe) for y in (dy, dy.t())))
+        row, column = (tile_scales(y, call.recipe) for y in (dy, dy.t()))
+        _hand_over_gradient(call, dy, row, column, ctx.sample)
     dx = gemm.rounded_matmul(dy, weight, dtype=dy.dtype) if ctx.needs_input_grad[0] else None
     dw = gemm.rounded_matmul(dy.t(), x, dtype=torch.float32) if ctx.needs_input_grad[1] else None
     return dx, dw
@@ -179,18 +182,28 @@ def _backward_bf16(ctx: Any, dy: Tensor, call: Call) -> tuple[Tensor | None, Ten
 
 def _hand_over_forward(
     call: Call, x: Tensor, weight: Tensor, row_scales: Tensor, column_scales: Tensor, w_scales: Tensor
+) -> WgradSample | None:
+    """Returns what the observer wants kept until backward."""
+    if (watcher := call.watcher) is None:
+        return None
+    policy, two = call.recipe.policy, call.recipe.power_of_two
+    tile = {"scaling": "tile 1x128", "policy": policy}
+    watcher.tensor("activation", "rowwise", x, row_scales, **tile, power_of_two=two)
+    watcher.tensor("activation", "columnwise", x.t(), column_scales, **tile, power_of_two=two)
+    watcher.tensor("weight", "rowwise", weight, w_scales, scaling="block 128x128", policy="current",
+                   power_of_two=two)
+    watcher.gemm(x, weight, row_scales, w_scales)
+    return watcher.sample(x, column_scales)
+
+
+def _hand_over_gradient(
+    call: Call, dy: Tensor, row_scales: Tensor, column_scales: Tensor, sample: WgradSample | None
 ) -> None:
     if (watcher := call.watcher) is None:
         return
-    tile = {"scaling": "tile 1x128", "policy": call.recipe.policy}
-    watcher.tensor("activation", "rowwise", x, row_scales, **tile)
-    watcher.tensor("activation", "columnwise", x.t(), column_scales, **tile)
-    watcher.tensor("weight", "rowwise", weight, w_scales, scaling="block 128x128", policy="current")
-    watcher.gemm(x, weight, row_scales, w_scales)
-
-
-def _hand_over_gradient(call: Call, dy: Tensor, row_scales: Tensor, column_scales: Tensor) -> None:
-    if (watcher := call.watcher) is None:
-        return
-    watcher.tensor("gradient", "rowwise", dy, row_scales, scaling="tile 1x128", policy="current")
-    watcher.tensor("gradient", "columnwise", dy.t(), column_scales, scaling="tile 1x128", policy="current")
+    tile = {"scaling": "tile 1x128", "policy": "current"}
+    two = call.recipe.power_of_two
+    watcher.tensor("gradient", "rowwise", dy, row_scales, **tile, power_of_two=two)
+    watcher.tensor("gradient", "columnwise", dy.t(), column_scales, **tile, power_of_two=two)
+    if sample is not None:
+        watcher.wgrad(dy, column_scales, sample)

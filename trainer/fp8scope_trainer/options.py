@@ -41,6 +41,7 @@ class TrainOptions:
     lr: float
     batch: int
     every: int
+    detail_every: int
     collector: str | None
     probe: bool
     remote_control: bool
@@ -48,7 +49,7 @@ class TrainOptions:
     json: bool
 
     def __post_init__(self) -> None:
-        for name in ("steps", "ranks", "batch", "every"):
+        for name in ("steps", "ranks", "batch", "every", "detail_every"):
             if getattr(self, name) < 1:
                 raise Invalid(name, getattr(self, name), "must be at least 1")
         if not 0 < self.lr < 1:
@@ -76,7 +77,8 @@ def parse(argv: list[str]) -> TrainOptions:
         ranks=given.ranks, precision=given.precision, seed=given.seed,
         lr=preset.lr if given.lr is None else given.lr,
         batch=preset.batch if given.batch is None else given.batch,
-        every=given.every, collector=given.collector, probe=not given.no_probe,
+        every=given.every, detail_every=given.detail_every, collector=given.collector,
+        probe=not given.no_probe,
         remote_control=given.remote_control, drill=_drill(given), json=given.json,
     )
 
@@ -102,7 +104,9 @@ def _parser() -> _Parser:
     add("--batch", type=int, help="sequences per rank and step (the preset's)")
     add("--json", action="store_true", help="print a summary as the last line")
     probe = parser.add_argument_group("probe")
-    probe.add_argument("--every", type=int, default=10, help="steps between full measurements (10)")
+    probe.add_argument("--every", type=int, default=10, help="steps between measurements (10)")
+    probe.add_argument("--detail-every", type=int, default=8,
+                       help="of the measured steps, every how manieth is measured in detail (8)")
     probe.add_argument("--collector", help="URL (FP8SCOPE_COLLECTOR, else http://127.0.0.1:8050)")
     probe.add_argument("--no-probe", action="store_true", help="train unobserved")
     probe.add_argument("--remote-control", action="store_true", help="obey precision commands")

@@ -81,6 +81,7 @@ def attached(
     if not options.probe:
         return nullcontext()
     return fp8scope.attach(model, optimizer, run=options.run, every=options.every,
+                           detail_every=options.detail_every,
                            collector=options.collector, remote_control=options.remote_control)
 
 
