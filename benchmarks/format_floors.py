@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8scope.derive import derive
 from fp8scope.quantize import quantize
 from fp8scope.roundtrip import round_trip
-from fp8scope.sums import SumTables, derive
+from fp8scope.sums import SumTables
 from fp8scope_protocol.formats import FORMATS, parse_scaling, sqnr_floor_db
 from fp8scope_protocol.series import Layout, Series
 

@@ -12,9 +12,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 
+from fp8scope.derive import GRAD_NORM_WINDOW, Arrays, derive, derive_sentinels
 from fp8scope.reduction import MergedStep, table_bytes
 from fp8scope.spool import Spool
-from fp8scope.sums import GRAD_NORM_WINDOW, Arrays, derive, derive_sentinels
 from fp8scope_protocol.commands import CommandReport
 from fp8scope_protocol.series import Layout, encode_layout
 from fp8scope_protocol.wire import Batch, BatchHeader, Hello, encode_batch, planes_of

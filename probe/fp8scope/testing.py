@@ -9,7 +9,8 @@
 from collections import deque
 from typing import Any
 
-from fp8scope.sums import StepRecord, StepResult, derive, derive_sentinels
+from fp8scope.derive import derive, derive_sentinels
+from fp8scope.sums import StepRecord, StepResult
 from fp8scope_protocol.commands import Command
 from fp8scope_protocol.wire import is_missing
 

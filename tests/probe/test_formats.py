@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8scope.derive import derive
 from fp8scope.quantize import dequantize, quantize
 from fp8scope.roundtrip import round_trip
-from fp8scope.sums import COUNT_COLUMNS, SUM_COLUMNS, RowSums, SumTables, derive
+from fp8scope.sums import COUNT_COLUMNS, SUM_COLUMNS, RowSums, SumTables
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import FORMATS, INT4, INT8, MXFP8, parse_scaling, sqnr_floor_db
 from fp8scope_protocol.metrics import METRICS

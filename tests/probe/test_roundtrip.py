@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8scope.derive import derive
 from fp8scope.quantize import DTYPES, dequantize, quantize, quantize_tiles
 from fp8scope.roundtrip import channel_outlier_ratio, round_trip
-from fp8scope.sums import RowSums, SumTables, derive
+from fp8scope.sums import RowSums, SumTables
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import E4M3, E5M2, FORMATS
 from fp8scope_protocol.metrics import METRICS

@@ -351,7 +351,7 @@ def test_missing_stays_missing_and_nan_free() -> None:
     record = worker.record(0)
     assert record.tables is not None
     assert record.layout is not None
-    from fp8scope.sums import derive
+    from fp8scope.derive import derive
 
     arrays = derive(record.tables, record.layout)
     assert set(METRICS) | {"exponent_histogram"} == set(arrays)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from fp8scope.derive import derive
 from fp8scope.scope import Scope
-from fp8scope.sums import derive
 from fp8scope.testing import MemoryWorker
 from fp8scope_protocol.metrics import METRICS
 from fp8scope_protocol.wire import is_missing

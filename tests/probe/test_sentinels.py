@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8scope
+from fp8scope.derive import derive_sentinels
 from fp8scope.sentinels import Sentinels
-from fp8scope.sums import derive_sentinels
 
 VIEWS = {"aten.detach.default", "aten.view.default", "aten.select.int", "aten.slice.Tensor"}
 

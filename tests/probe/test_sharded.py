@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
+from fp8scope.derive import derive, derive_sentinels
 from fp8scope.scope import Scope
-from fp8scope.sums import SentinelSums, SumTables, derive, derive_sentinels
+from fp8scope.sums import SentinelSums, SumTables
 from fp8scope.testing import MemoryWorker
 from fp8scope_protocol.series import Layout
 

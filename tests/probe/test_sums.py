@@ -8,18 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from fp8scope.derive import GRAD_NORM_WINDOW, derive, derive_sentinels
 from fp8scope.layers import find_layers, find_unobserved
 from fp8scope.precision import precision_map
 from fp8scope.roundtrip import round_trip
-from fp8scope.sums import (
-    GRAD_NORM_WINDOW,
-    SENTINEL_MAX_COLUMNS,
-    SENTINEL_SUM_COLUMNS,
-    SentinelSums,
-    SumTables,
-    derive,
-    derive_sentinels,
-)
+from fp8scope.sums import SENTINEL_MAX_COLUMNS, SENTINEL_SUM_COLUMNS, SentinelSums, SumTables
 from fp8scope_protocol.formats import E4M3
 from fp8scope_protocol.metrics import METRICS
 from fp8scope_protocol.series import Layout, Series

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import fp8scope
+from fp8scope.derive import derive
 from fp8scope.roundtrip import round_trip
 from fp8scope.scope import Scope
-from fp8scope.sums import derive
 from fp8scope.testing import MemoryWorker
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import FORMATS
