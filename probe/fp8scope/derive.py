@@ -56,6 +56,7 @@ def derive(tables: SumTables, layout: Layout) -> Arrays:
         arrays |= _moments(counts, sums)
         arrays |= _scales(counts, sums, maxes)
         arrays |= _updates(layout, sums)
+        arrays |= _fidelity(sums)
     for name, key in (("amax", "amax"), ("channel_outlier_ratio", "channel_outlier"),
                       ("gemm_error", "gemm_error"), ("wgrad_row_error_max", "wgrad_row_error")):
         arrays[name] = _value(maxes[key], maxes[key] > -np.inf)
@@ -93,7 +94,8 @@ def derive_sentinels(reduced: SentinelSums, grad_norms: deque[float]) -> dict[st
 
 
 Columns = dict[str, npt.NDArray[np.int64]]
-Reals = dict[str, npt.NDArray[np.float64]]
+Real = npt.NDArray[np.float64]
+Reals = dict[str, Real]
 
 
 def _value(values: npt.NDArray[np.float64], measured: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
@@ -123,9 +125,7 @@ def _errors(counts: Columns, sums: Reals) -> Arrays:
     more than that d is nearly nothing: distortion 1.
     """
     signal = sums["coded_x2"]
-    n, b = sums["e2"] / signal, sums["xe"] / signal
-    c = np.sqrt(np.maximum(1.0 - 2.0 * b + n, 0.0))
-    distortion = np.clip((n - b * b) / (c * (c + 1.0 - b)), 0.0, 2.0)
+    n, b, c, distortion = _angle(signal, sums["e2"], sums["xe"])
     lost = (counts["zero_codes"] == counts["coded"]) | (c < LOST)  # d = 0 and x is not
     distortion = np.where(signal == 0.0, 0.0, np.where(lost, 1.0, distortion))
     some = signal > 0.0
@@ -133,6 +133,25 @@ def _errors(counts: Columns, sums: Reals) -> Arrays:
         "distortion": _value(distortion, counts["coded"] > 0),
         "gain": _value(1.0 - b, some),
         "sqnr_db": _value(-10.0 * np.log10(n), some),
+    }
+
+
+def _angle(x2: Real, e2: Real, xe: Real) -> tuple[Real, Real, Real, Real]:
+    """n = e2 / x2, b = xe / x2, |x - e| / |x| and 1 - cos(x, x - e)."""
+    n, b = e2 / x2, xe / x2
+    c = np.sqrt(np.maximum(1.0 - 2.0 * b + n, 0.0))
+    return n, b, c, np.clip((n - b * b) / (c * (c + 1.0 - b)), 0.0, 2.0)
+
+
+def _fidelity(sums: Reals) -> Arrays:
+    """Of a gradient in the job's precision, and of another micro-batch's, against the one in BF16."""
+    size = sums["grad_x2"]
+    _, _, norm, distance = _angle(size, sums["grad_e2"], sums["grad_xe"])
+    noise = _angle(size, sums["noise_e2"], sums["noise_xe"])[3]
+    return {
+        "grad_fidelity": _value(distance, size > 0.0),
+        "grad_fidelity_norm_ratio": _value(norm, size > 0.0),
+        "grad_noise": _value(noise, (size > 0.0) & (sums["noise_e2"] > 0.0)),
     }
 
 

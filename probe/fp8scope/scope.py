@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8scope.arguments import bare, check_unattached, is_whole
+from fp8scope.fidelity import Loss, measure_fidelity
 from fp8scope.hooks import install
 from fp8scope.inert import Inert, InertObserver, can_report
 from fp8scope.layers import find_layers, parameter_places
@@ -101,6 +102,25 @@ class Scope:
         """
         with self._watch.guarded("optimizer"):
             self._sentinels.read_gradients(bare(optimizer), sampled=self._watch.sampling)
+
+    def grad_fidelity(self, loss: Loss, other: Loss | None = None) -> None:
+        """Compares the gradients of one micro-batch in the job's precision and in BF16; see `fidelity.py`.
+
+        Call it on every rank, rarely (it costs two or three passes and sets of gradients), between two
+        optimizer steps. `loss` runs the model on one micro-batch and returns its loss; `other` does so on
+        another one, for the noise between batches. The numbers travel with the next measured step. What
+        `loss` raises becomes an event.
+        """
+        if self._closed:
+            return
+        sampling, self._watch.sampling = self._watch.sampling, False
+        stepped, self._stepped = self._stepped, set()  # these forwards begin no step
+        try:
+            measure_fidelity(self._model, self._layers, parameter_places(self._model), self._watch,
+                             loss, other)
+        except Exception as error:
+            self._watch.note("grad_fidelity", error)
+        self._watch.sampling, self._stepped = sampling, stepped
 
     @property
     def series(self) -> int:

@@ -60,6 +60,12 @@ SUM_COLUMNS = (
     "wanted2",  # sum of squares of what exact arithmetic would have done
     "got2",  # of what was done
     "missed2",  # of the difference
+    # of one gradient twice; see fidelity.py: x in high precision, e what the job's precision changes
+    "grad_x2",
+    "grad_e2",
+    "grad_xe",
+    "noise_e2",  # what another micro-batch changes
+    "noise_xe",
 )
 MAX_COLUMNS = (
     "amax",
@@ -117,7 +123,7 @@ class RowSums(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SumTables:
-    """Rows of all series of a layout. counts [S, 14], sums [S, 11], maxes [S, 8], histogram [S, 40]."""
+    """Rows of all series of a layout. counts [S, 14], sums [S, 16], maxes [S, 8], histogram [S, 40]."""
 
     counts: Tensor
     sums: Tensor

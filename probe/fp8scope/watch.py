@@ -146,6 +146,10 @@ class Watch:
         """Measures out of sight, and keeps what goes wrong from training."""
         return Guard(where, self._problems, self.rows.device.type)
 
+    def note(self, where: str, error: Exception) -> None:
+        """Counts what went wrong, to be told with the step."""
+        self._problems[where, f"{type(error).__name__}: {error}"[:300]] += 1
+
     def events(self, step: int) -> tuple[ProbeEvent, ...]:
         """What there is to tell since the last call."""
         found = []

@@ -123,6 +123,14 @@ _CONSEQUENCE = (
     Metric(key="wgrad_row_error_max", unit="ratio", merge="max", group="consequence", floor=True,
            definition="relative error of dW against high-precision operands over 64 sampled columns, the "
                       "worst row; layers take turns"),
+    Metric(key="grad_fidelity", unit="1 - cosine", group="consequence",
+           definition="1 - cos(g, d): one micro-batch's gradient in BF16 and in the job's precision, the "
+                      "same random numbers"),
+    Metric(key="grad_fidelity_norm_ratio", unit="ratio", group="consequence", worse="neither",
+           definition="||d|| / ||g|| of the same two"),
+    Metric(key="grad_noise", unit="1 - cosine", group="consequence", worse="neither",
+           definition="1 - cos(g, g'), g' of another micro-batch: what grad_fidelity is to be compared "
+                      "with"),
     Metric(key="update_error", unit="ratio", group="consequence",
            definition="||u - u'|| / ||u'|| on a sample of blocks: u the step from the stored states, u' from "
                       "fp32 twins that have run beside them"),

@@ -42,6 +42,7 @@ class TrainOptions:
     batch: int
     every: int
     detail_every: int
+    fidelity_every: int
     collector: str | None
     probe: bool
     remote_control: bool
@@ -52,6 +53,8 @@ class TrainOptions:
         for name in ("steps", "ranks", "batch", "every", "detail_every"):
             if getattr(self, name) < 1:
                 raise Invalid(name, getattr(self, name), "must be at least 1")
+        if self.fidelity_every < 0:
+            raise Invalid("fidelity_every", self.fidelity_every, "must be a number of steps, or 0 for never")
         if not 0 < self.lr < 1:
             raise Invalid("lr", self.lr, "must be above 0 and below 1")
         if not self.run.isprintable() or not 0 < len(self.run) <= 200:
@@ -77,7 +80,8 @@ def parse(argv: list[str]) -> TrainOptions:
         ranks=given.ranks, precision=given.precision, seed=given.seed,
         lr=preset.lr if given.lr is None else given.lr,
         batch=preset.batch if given.batch is None else given.batch,
-        every=given.every, detail_every=given.detail_every, collector=given.collector,
+        every=given.every, detail_every=given.detail_every, fidelity_every=given.fidelity_every,
+        collector=given.collector,
         probe=not given.no_probe,
         remote_control=given.remote_control, drill=_drill(given), json=given.json,
     )
@@ -107,6 +111,8 @@ def _parser() -> _Parser:
     probe.add_argument("--every", type=int, default=10, help="steps between measurements (10)")
     probe.add_argument("--detail-every", type=int, default=8,
                        help="of the measured steps, every how manieth is measured in detail (8)")
+    probe.add_argument("--fidelity-every", type=int, default=500,
+                       help="steps between two comparisons of gradients with BF16, 0 for none (500)")
     probe.add_argument("--collector", help="URL (FP8SCOPE_COLLECTOR, else http://127.0.0.1:8050)")
     probe.add_argument("--no-probe", action="store_true", help="train unobserved")
     probe.add_argument("--remote-control", action="store_true", help="obey precision commands")

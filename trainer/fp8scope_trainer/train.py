@@ -4,6 +4,7 @@ import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,6 +100,10 @@ def train(
             record.note_precision(step, precisions(model))
             loss, norm = train_step(model, optimizer, batch(corpus.train, step, options, world))
             if scope is not None:
+                if options.fidelity_every and (step + 1) % options.fidelity_every == 0:
+                    scope.grad_fidelity(*(
+                        partial(next_byte_loss, model, batch(corpus.train, one, options, world))
+                        for one in (step, step + 1)))
                 scope.step(step, skipped=not math.isfinite(norm), loss=loss, grad_norm=norm)
             mean, stopping = world.agree(loss, stop.asked)
             show(step, mean, record.add(mean))
