@@ -181,9 +181,8 @@ def plain(job: Job) -> Iterator[None]:
 
 
 def waits(job: Job, folder: str) -> dict[str, float]:
-    """Waits of the training thread in two measured steps: an error if torch itself sees one."""
-    from torch.profiler import ProfilerActivity, profile
-
+    """Waits of the training thread in two steps, bare and measured; an error if torch itself sees one."""
+    bare = traced(job)
     with probed(job, folder, every=1, detail_every=1):
         for _ in range(3):
             job.step()
@@ -193,29 +192,36 @@ def waits(job: Job, folder: str) -> dict[str, float]:
             job.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-            job.step()
-            job.step()
-        torch.cuda.synchronize()
-    return {"waits in the trace": waits_in(trace)}
+        measured = traced(job)
+    return {"waits in the trace, bare": bare, "measured": measured}
+
+
+def traced(job: Job) -> int:
+    """Waits in a profiler's trace of two steps."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        job.step()
+        job.step()
+    torch.cuda.synchronize()
+    return waits_in(trace)
 
 
 def waits_in(trace: Any) -> int:
-    """Waits and blocking copies that the thread which launched the kernels made in the trace."""
+    """Waits and blocking copies of the threads that launch kernels, between their first and last launch."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         trace.export_chrome_trace(file.name)
         with open(file.name) as text:
             events = json.load(text)["traceEvents"]
-    launches: dict[Any, int] = {}
+    spans: dict[Any, list[float]] = {}
     for event in events:
         if event.get("name") == "cudaLaunchKernel":
-            launches[event["tid"]] = launches.get(event["tid"], 0) + 1
-    thread = max(launches, key=lambda tid: launches[tid])
-    begin = min(e["ts"] for e in events if e.get("tid") == thread and e.get("name") == "cudaLaunchKernel")
-    last = max(e["ts"] for e in events if e.get("tid") == thread and e.get("name") == "cudaLaunchKernel")
-    return sum(e.get("tid") == thread and begin <= e.get("ts", 0) <= last and e.get("name") in WAITS
-               for e in events)
+            spans.setdefault(event["tid"], []).append(event["ts"])
+    return sum(
+        min(spans[event["tid"]]) <= event["ts"] <= max(spans[event["tid"]])
+        for event in events if event.get("name") in WAITS and event.get("tid") in spans
+    )
 
 
 def memory(job: Job, folder: str) -> dict[str, float]:
@@ -277,7 +283,8 @@ def cases(options: argparse.Namespace, folder: str) -> dict[str, dict[str, float
         without, with_ = compared(job, attached, steps=steps, blocks=blocks)
         dearer = (with_ / without - 1) * 100
         found[name] = {"without ms": without * 1e3, "with ms": with_ * 1e3, "overhead %": dearer}
-        print(f"{name:46} {without * 1e3:8.2f} {with_ * 1e3:8.2f} {dearer:+8.2f} %", flush=True)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"{name:46} {without * 1e3:8.2f} {with_ * 1e3:8.2f} {dearer:+8.2f} %", flush=True)
 
     for sharding in options.sharding:
         kind = "" if sharding == "none" else f", {sharding}"
@@ -285,9 +292,9 @@ def cases(options: argparse.Namespace, folder: str) -> dict[str, dict[str, float
         for every, detail in ((1, 8), (1, 1), (10, 8), (10**9, 8)):
             case(f"BF16 what-if{kind}, every {every}, detail {detail}", job,
                  partial(probed, job, folder, every=every, detail_every=detail))
+        found[f"waits{kind}"] = waits(job, folder)
         if sharding == "none":
             case("BF16, statistics of TE in plain torch, every 1", job, partial(plain, job))
-            found["waits"] = waits(job, folder)
             found["memory"] = memory(job, folder)
         del job
         torch.cuda.empty_cache()
@@ -324,8 +331,9 @@ def main() -> int:
         dist.init_process_group("cpu:gloo,cuda:nccl")
     with tempfile.TemporaryDirectory() as folder:
         results = cases(options, folder)
-    for name in ("waits", "memory", "off cadence"):
-        print(name, {key: round(value, 2) for key, value in results.get(name, {}).items()})
+    for name, numbers in results.items():
+        if name.startswith(("waits", "memory", "off cadence")):
+            print(name, {key: round(value, 2) for key, value in numbers.items()})
     if options.json:
         machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {platform.machine()}"
         print(json.dumps({"benchmark": "probe_overhead", "machine": machine, "results": results}))

@@ -33,18 +33,20 @@ class Step(NamedTuple):
     events: list[str]
 
 
-def network() -> nn.Sequential:
+def network(device: str) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 5), nn.ReLU(), nn.Linear(5, 16))
+    return nn.Sequential(nn.Linear(16, 5), nn.ReLU(), nn.Linear(5, 16)).to(device)
 
 
-def batches() -> Tensor:
-    return torch.randn(STEPS, WORLD * 3, 16, generator=torch.Generator().manual_seed(1))
+def batches(device: str) -> Tensor:
+    return torch.randn(STEPS, WORLD * 3, 16, generator=torch.Generator().manual_seed(1)).to(device)
 
 
-def arranged(name: str, worker: MemoryWorker) -> tuple[nn.Module, torch.optim.Optimizer, Scope]:
+def arranged(
+    name: str, worker: MemoryWorker, device: str
+) -> tuple[nn.Module, torch.optim.Optimizer, Scope]:
     """A model of that arrangement with its optimizer and a probe."""
-    model: nn.Module = network()
+    model: nn.Module = network(device)
     if name == "attach, shard":
         scope = Scope(model, (), worker=worker, every=1)
         fully_shard(model)
@@ -80,35 +82,47 @@ def steps_of(worker: MemoryWorker, model: nn.Module, optimizer: torch.optim.Opti
     return found
 
 
-def train(rank: int, folder: str) -> None:
+def train(rank: int, folder: str, device: str) -> None:
     """Every arrangement on this rank; what it recorded goes to a file."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+                            init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     found: dict[str, list[Step]] = {}
     for name in ARRANGEMENTS:
         worker = MemoryWorker(rank=rank, world=WORLD)
-        inputs = batches().chunk(WORLD, dim=1)[rank]
-        found[name] = steps_of(worker, *arranged(name, worker), inputs)
+        inputs = batches(device).chunk(WORLD, dim=1)[rank]
+        found[name] = steps_of(worker, *arranged(name, worker, device), inputs)
     with open(f"{folder}/{rank}", "wb") as file:
         pickle.dump(found, file)
     dist.barrier()
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason="needs two CUDA devices")])])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the ranks train: gloo on the CPU, NCCL on two GPUs."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Step]]]:
+def by_rank(device: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Step]]]:
     """Per rank: arrangement -> steps."""
     folder = tmp_path_factory.mktemp("ranks")
-    spawn(train, args=(str(folder),), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    spawn(train, args=(str(folder), device), nprocs=WORLD)  # type: ignore[no-untyped-call]
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(WORLD)]
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[Step]:
-    """The same training in one process."""
-    worker, model = MemoryWorker(), network()
+def alone(device: str) -> list[Step]:
+    """The same training in one process, on one device."""
+    worker, model = MemoryWorker(), network(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return steps_of(worker, model, optimizer, Scope(model, (optimizer,), worker=worker, every=1), batches())
+    scope = Scope(model, (optimizer,), worker=worker, every=1)
+    return steps_of(worker, model, optimizer, scope, batches(device))
 
 
 def merged(ranks: list[Step]) -> Step:
