@@ -37,6 +37,8 @@ class AdamForm:
     weight_decay: Number
     decoupled: bool
     maximize: bool
+    lazy: bool
+    """Only rows that have a gradient move, and so do their moments."""
     clip: float | None
     """Largest |u| that is applied."""
 
@@ -64,17 +66,24 @@ def adam_form(optimizer: Optimizer, group: Mapping[str, Any]) -> AdamForm | None
     return AdamForm(
         lr=group["lr"], betas=tuple(group["betas"]), eps=group["eps"],
         weight_decay=group.get("weight_decay", 0.0), decoupled=bool(decoupled),
-        maximize=bool(group.get("maximize", False)), clip=group.get("clip"),
+        maximize=bool(group.get("maximize", False)), lazy="SparseAdam" in names, clip=group.get("clip"),
     )
+
+
+def host_steps(states: Sequence[Mapping[str, Any]]) -> list[float] | None:
+    """How many steps each state has made; None where a GPU counts, which is not waited for."""
+    counts = [state.get("step", 0) for state in states]
+    if any(isinstance(count, Tensor) and count.device.type != "cpu" for count in counts):
+        return None
+    return [float(count) for count in counts]
 
 
 def steps_of(states: Sequence[Mapping[str, Any]], device: torch.device, *, ahead: int = 0) -> Steps:
     """How many steps each state has made, `ahead` more. Counters on a GPU are not waited for."""
-    counts = [state.get("step", 0) for state in states]
-    if any(isinstance(count, Tensor) and count.device.type != "cpu" for count in counts):
-        moved = [torch.as_tensor(count).to(device, torch.float64, non_blocking=True) for count in counts]
-        return torch.stack(moved) + ahead
-    numbers = [float(count) + ahead for count in counts]
+    if (known := host_steps(states)) is None:
+        counts = [torch.as_tensor(state.get("step", 0)) for state in states]
+        return torch.stack([count.to(device, torch.float64, non_blocking=True) for count in counts]) + ahead
+    numbers = [count + ahead for count in known]
     if len(set(numbers)) == 1:
         return numbers[0]
     return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)

@@ -90,6 +90,10 @@ class Sample:
             found.append(torch.cat(strided).view(-1))
         return found[0] if len(found) == 1 else torch.cat(found)
 
+    def of_the_same(self, other: "Sample") -> bool:
+        """Whether both are of the same parameters."""
+        return [id(part.parameter) for part in self.parts] == [id(part.parameter) for part in other.parts]
+
     def only(self, kept: Sequence[int]) -> "Sample":
         """The sample of some of the parts."""
         return self if len(kept) == len(self.parts) else _sample([self.parts[i] for i in kept])

@@ -31,6 +31,7 @@ from fp8scope.rows import Rows
 from fp8scope.sentinels import Number, Sentinels
 from fp8scope.states import StateRecorder, measure_states
 from fp8scope.sums import SentinelSums, StepRecord, StepWorker
+from fp8scope.twins import Twins
 from fp8scope.updates import Samples, Updates
 from fp8scope.watch import Watch
 from fp8scope_protocol.commands import Command, CommandReport
@@ -82,7 +83,9 @@ class Scope:
                             rank=worker.rank, world=worker.world)
         self._sentinels = Sentinels(device, world=worker.world)
         self._places = parameter_places(model)
-        self._updates = Updates(self._watch, Samples(self._watch, self._places), self._sentinels)
+        samples = Samples(self._watch, self._places)
+        self._updates = Updates(self._watch, samples, self._sentinels)
+        self._twins = Twins(self._watch, samples)
         self._handles = self._install()
         self._begin()
         self._told_missing = False
@@ -184,6 +187,7 @@ class Scope:
         for optimizer in self._optimizers:
             handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
             handles.append(optimizer.register_step_post_hook(self._after_optimizer))
+            handles.append(optimizer.register_load_state_dict_post_hook(self._twins.forget))
             if can_report(optimizer):
                 optimizer.observer = StateRecorder(self._watch, self._places)  # type: ignore[attr-defined]
         return handles
@@ -196,13 +200,16 @@ class Scope:
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if id(optimizer) in self._stepped and not self.explicit:
             self._close_step(skipped=False)
+        ready = kwargs.get("closure", next(iter(args[1:]), None)) is None  # else gradients come later
         with self._watch.guarded("optimizer"):
             if self._watch.sampling:  # FSDP may have replaced parameters since
                 self._places.clear()
                 self._places.update(parameter_places(self._model))
                 self._updates.before(optimizer)
-            if kwargs.get("closure", next(iter(args[1:]), None)) is None:  # else it has yet to compute them
+            if ready:
                 self._sentinels.read_gradients(optimizer, sampled=self._watch.sampling)
+        with self._watch.guarded("twins"):
+            self._twins.before(optimizer, ready=ready)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepped.add(id(optimizer))
@@ -214,6 +221,8 @@ class Scope:
                 self._updates.after(optimizer)
         if self._watch.detailed:
             measure_states(optimizer, self._places, self._watch)
+        with self._watch.guarded("twins"):
+            self._twins.after(optimizer)
 
     def _on_forward(self) -> None:
         """A training forward of the whole model begins."""

@@ -15,15 +15,14 @@ from torch.optim import Optimizer
 
 from fp8scope.inert import InertObserver
 from fp8scope.layers import ParameterPlace
-from fp8scope.quantize import DTYPES
 from fp8scope.sharding import is_measured_here, local
+from fp8scope.stored import FORMAT_OF
 from fp8scope.watch import Watch
 from fp8scope_protocol.formats import Format, parse_format
 from fp8scope_protocol.recipes import what_ifs
 from fp8scope_protocol.series import Series
 
 ROLES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum"}
-FORMAT_OF = {DTYPES[name]: name for name in ("e4m3", "e5m2", "int8", "bf16")}
 
 Places = dict[int, ParameterPlace]
 

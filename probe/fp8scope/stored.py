@@ -7,19 +7,28 @@ A state that does not exist yet reads as zeros, which is what it will start as.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8scope.quantize import decode
+from fp8scope.quantize import DTYPES, decode
 from fp8scope.sample import Part, Sample
 from fp8scope.sharding import local
 from fp8scope_protocol.formats import TILE
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+FORMAT_OF = {DTYPES[name]: name for name in ("e4m3", "e5m2", "int8", "bf16")}
 
 State = Mapping[str, Any]
+
+
+class StoredAs(NamedTuple):
+    """Format, scaling and rounding of a stored moment, as in its series."""
+
+    format: str
+    scaling: str
+    rounding: Literal["nearest", "stochastic"]
 
 
 class Moments(NamedTuple):
@@ -29,20 +38,24 @@ class Moments(NamedTuple):
     v: Tensor
 
 
-def is_readable(part: Part, state: State) -> bool:
+def is_readable(parameter: Tensor, state: State) -> bool:
     """Whether `read_moments` knows how `state` stores the moments of a parameter."""
-    return not state or _is_floating(part, state) or _is_ours(part, state)
+    return not state or _is_floating(parameter, state) or _is_ours(parameter, state)
 
 
-def is_exact(part: Part, state: State) -> bool:
-    """Whether `state` holds the moments in 32 bits or more, so that nothing is lost in it."""
-    return _is_floating(part, state) and all(state[key].element_size() >= 4 for key in MOMENTS)
+def stored_as(parameter: Tensor, state: State) -> StoredAs | None:
+    """How the second moment is stored; None if in 32 bits or more, so that nothing is lost, or not yet."""
+    if _is_ours(parameter, state):
+        return StoredAs("e4m3", "tile 1x128", "stochastic")
+    if _is_floating(parameter, state) and (name := FORMAT_OF.get(state["exp_avg_sq"].dtype)) is not None:
+        return StoredAs(name, "none", "nearest")
+    return None
 
 
 def read_moments(sample: Sample, states: list[State]) -> Moments:
     """The moments of a sample, given the state of each of its parts, all of them readable."""
     pairs = list(zip(sample.parts, states, strict=True))
-    if all(_is_floating(part, state) for part, state in pairs):
+    if all(_is_floating(part.parameter, state) for part, state in pairs):
         m, v = (sample.gather([local(state[key]) for state in states]).float() for key in MOMENTS)
         return Moments(m, v)
     found = [_read(part, state, sample.device) for part, state in pairs]
@@ -53,7 +66,7 @@ def _read(part: Part, state: State, device: torch.device) -> Moments:
     if not state:
         return Moments(torch.zeros(part.elements, device=device), torch.zeros(part.elements, device=device))
     at = part.indices(device)
-    if _is_floating(part, state):
+    if _is_floating(part.parameter, state):
         m, v = (local(state[key]).reshape(-1)[at].float() for key in MOMENTS)
         return Moments(m, v)
     return _read_ours(state, at)
@@ -71,16 +84,16 @@ def _tiled(codes: Tensor, scales: Tensor, at: Tensor) -> Tensor:
     return values * scales[at // columns, at % columns // TILE]
 
 
-def _is_floating(part: Part, state: State) -> bool:
-    shape = local(part.parameter).shape
+def _is_floating(parameter: Tensor, state: State) -> bool:
+    shape = local(parameter).shape
     return all(
         isinstance(x := state.get(key), Tensor) and type(y := local(x)) in (Tensor, torch.nn.Parameter)
         and y.is_floating_point() and y.element_size() > 1 and y.shape == shape for key in MOMENTS
     )
 
 
-def _is_ours(part: Part, state: State) -> bool:
-    return part.parameter.dim() == 2 and all(
+def _is_ours(parameter: Tensor, state: State) -> bool:
+    return parameter.dim() == 2 and all(
         isinstance(x := state.get(key), Tensor) and local(x).dtype == torch.float8_e4m3fn
         and isinstance(state.get(f"{key}_scale"), Tensor) for key in MOMENTS
     )

@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8scope.adam import AdamForm, adam_form, steps_of
+from fp8scope.layers import ParameterPlace
 from fp8scope.quantize import decode
-from fp8scope.sample import Part, Sample, draw
+from fp8scope.sample import Sample, draw
 from fp8scope.sentinels import Sentinels
 from fp8scope.sharding import local
-from fp8scope.states import FORMAT_OF, Places
-from fp8scope.stored import Moments, State, is_readable, read_moments
+from fp8scope.states import Places
+from fp8scope.stored import FORMAT_OF, Moments, State, is_readable, read_moments
 from fp8scope.watch import Watch
 from fp8scope_protocol.series import Series
 
@@ -64,18 +65,19 @@ class Updates:
 
     def before(self, optimizer: Optimizer) -> None:
         """Keeps weights without a master copy as they are before the step."""
-        narrow = [sample for _, sample in self.samples.of(optimizer) if sample.dtype.itemsize < 4]
-        for sample in (one for one in narrow if one.dtype not in FORMAT_OF):
-            for part in sample.parts:
-                self.watch.unobserved(part.place.name, f"update_gain of weights in {sample.dtype}")
-        self._before = {sample: _weights(sample) for sample in narrow if sample.dtype in FORMAT_OF}
+        for group in optimizer.param_groups:
+            if adam_form(optimizer, group) is not None:
+                for parameter in group["params"]:
+                    self._announce(parameter)
+        self._before = {sample: weights_of(sample) for _, sample in self.samples.of(optimizer)
+                        if sample.dtype.itemsize < 4 and sample.dtype in FORMAT_OF}
 
     def after(self, optimizer: Optimizer) -> None:
         """Reads what the step did."""
         for form, sample in self.samples.of(optimizer):
-            states = [state_of(optimizer, part) for part in sample.parts]
+            states = [state_of(optimizer, part.parameter) for part in sample.parts]
             moved = [i for i, (part, state) in enumerate(zip(sample.parts, states, strict=True))
-                     if part.parameter.grad is not None and state and is_readable(part, state)]
+                     if part.parameter.grad is not None and state and is_readable(part.parameter, state)]
             if not moved:
                 continue
             some, found = sample.only(moved), [states[i] for i in moved]
@@ -87,12 +89,22 @@ class Updates:
                 self._compare(form, some, u, sample.pick(before, moved))
         self._before.clear()
 
+    def _announce(self, parameter: Tensor) -> None:
+        """Every rank has the series of weights in few bits, whichever takes their sample."""
+        place = self.samples.places.get(id(parameter))
+        if place is None or parameter.element_size() >= 4:
+            return
+        if parameter.dtype in FORMAT_OF:
+            self.watch.rows.row(_series(place, parameter.dtype))
+        else:
+            self.watch.unobserved(place.name, f"update_gain of weights in {parameter.dtype}")
+
     def _tell(self, form: AdamForm, sample: Sample, moments: Moments, u: Tensor) -> None:
         """The sentinels; sums stand for the whole parameter."""
         m, v = moments
         weight = torch.tensor([part.weight for part in sample.parts], dtype=torch.float64)
         weight = weight.to(sample.device, non_blocking=True)
-        squares = sample.squares(_weights(sample)) @ weight
+        squares = sample.squares(weights_of(sample)) @ weight
         lr = form.lr if isinstance(form.lr, Tensor) else float(form.lr)
         add = self.sentinels.add
         add("update_max", u.abs().amax())
@@ -106,15 +118,15 @@ class Updates:
         if not isinstance(form.lr, Tensor) and form.lr == 0.0:
             return
         wanted = u + before * form.weight_decay if form.decoupled else u
-        got = (before - _weights(sample)) / form.lr
-        self.watch.rows.add([_series(part, sample.dtype) for part in sample.parts],
+        got = (before - weights_of(sample)) / form.lr
+        self.watch.rows.add([_series(part.place, sample.dtype) for part in sample.parts],
                             elements=[part.elements for part in sample.parts],
                             sums=update_sums(sample, wanted, got))
 
 
-def state_of(optimizer: Optimizer, part: Part) -> State:
+def state_of(optimizer: Optimizer, parameter: Tensor) -> State:
     """What the optimizer keeps of a parameter; nothing before its first step."""
-    state = optimizer.state.get(part.parameter)
+    state = optimizer.state.get(parameter)
     return state if isinstance(state, Mapping) else {}
 
 
@@ -124,14 +136,13 @@ def update_sums(sample: Sample, wanted: Tensor, got: Tensor) -> dict[str, Tensor
             "missed2": sample.squares(got - wanted)}
 
 
-def _weights(sample: Sample) -> Tensor:
-    """fp32 [elements]."""
+def weights_of(sample: Sample) -> Tensor:
+    """The weights as they are, fp32 [elements]."""
     return in_fp32(sample.gather([as_bytes(local(part.parameter)) for part in sample.parts]),
                    sample.dtype)
 
 
-def _series(part: Part, dtype: torch.dtype) -> Series:
-    place = part.place
+def _series(place: ParameterPlace, dtype: torch.dtype) -> Series:
     return Series(name=place.name, role="weight", format=FORMAT_OF[dtype], scaling="none", live=True,
                   module=place.module, depth=place.depth, aliases=place.aliases)
 
