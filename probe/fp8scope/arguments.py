@@ -1,7 +1,7 @@
 """What `attach` and its callbacks are given, checked: the wrong is refused before a model is touched."""
 
 from collections.abc import Iterable
-from numbers import Integral
+from numbers import Integral, Real
 
 from torch import nn
 from torch.optim import Optimizer
@@ -43,6 +43,14 @@ def check_arguments(
         raise Invalid("formats", formats, "must name at least one format")
     for name in formats:
         parse_recipe(name)
+
+
+def check_budget(budget: float | None) -> None:
+    """Refuses what is no share of a job's time."""
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, Real) or not 0 < budget < 1:
+        raise Invalid("budget", budget, "must be a share of the job's time, over 0 and under 1, or None")
 
 
 def is_whole(n: object, *, least: int) -> bool:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from fp8scope.arguments import bare, check_arguments, check_unattached, format_names
+from fp8scope.arguments import bare, check_arguments, check_budget, check_unattached, format_names
+from fp8scope.cadence import Cadence
 from fp8scope.layers import find_layers, find_unobserved
 from fp8scope.precision import precision_map
 from fp8scope.ranks import join_ranks
@@ -40,6 +41,7 @@ def attach(
     start_step: int | None = None,
     formats: Iterable[str] = ("e4m3",),
     remote_control: bool = False,
+    budget: float | None = 0.01,
 ) -> Scope:
     """Puts the probe on `model`. Call it on every rank, after sharding if the model is sharded.
 
@@ -52,6 +54,7 @@ def attach(
     formats: measured as what-ifs in layers that do not quantize by themselves and in optimizer states; each
         a format, or `format/scaling` to replace its usual scalings (see `recipes.usual_scaling`).
     remote_control: whether the collector may change the precision of layers.
+    budget: share of the job's time that measuring may take; beyond it `every` grows. None: it never does.
 
     A model that has a probe is refused: its layers can report to one only.
     """
@@ -60,12 +63,13 @@ def attach(
     given = tuple(map(bare, optimizers if isinstance(optimizers, Iterable) else (optimizers,)))
     names = format_names(formats)
     check_arguments(run, every, detail_every, start_step, names)
+    check_budget(budget)
     every, detail_every = int(every), int(detail_every)
     check_unattached(model)
     settings = read_settings(collector=collector, spool=spool)
     first = _first_step(given) if start_step is None else int(start_step)
     ranks = join_ranks(
-        repr((run, every, detail_every, names, remote_control, resume, first)),
+        repr((run, every, detail_every, names, remote_control, resume, first, budget, settings.close_steps)),
         handshake_seconds=settings.handshake_seconds, reduce_seconds=settings.reduce_seconds,
     )
     hello = Hello(
@@ -73,7 +77,8 @@ def attach(
         started_ns=time.time_ns(), host=socket.gethostname(), precision=precision_map(find_layers(model)),
         unobserved=find_unobserved(model), facts=_facts(model, given),
     )
-    worker = Worker(hello, ranks=ranks, settings=settings, token=read_token())
+    cadence = Cadence(every, detail_every=detail_every, budget=budget, close_steps=settings.close_steps)
+    worker = Worker(hello, ranks=ranks, settings=settings, token=read_token(), cadence=cadence)
     return Scope(model, given, worker=worker, every=every, detail_every=detail_every, formats=names,
                  start_step=first)
 

@@ -14,7 +14,7 @@ from typing import Any, Required, TypedDict
 from torch import nn
 from torch.optim import Optimizer
 
-from fp8scope.arguments import check_arguments, format_names
+from fp8scope.arguments import check_arguments, check_budget, format_names
 from fp8scope.attachment import attach
 from fp8scope.scope import Scope
 from fp8scope.sentinels import Number
@@ -34,6 +34,7 @@ class AttachOptions(TypedDict, total=False):
     resume: bool
     formats: Iterable[str]
     remote_control: bool
+    budget: float | None
 
 
 class HostedScope:
@@ -46,6 +47,7 @@ class HostedScope:
         self._options["formats"] = formats = format_names(call.arguments["formats"])
         given = call.arguments
         check_arguments(given["run"], given["every"], given["detail_every"], None, formats)
+        check_budget(given["budget"])
         read_settings(**{name: call.arguments[name] for name in ("collector", "spool")})
         self._told = False
         self.scope: Scope | None = None

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from fp8scope.derive import GRAD_NORM_WINDOW, Arrays, derive, derive_sentinels
+from fp8scope.derive import Arrays, derive
 from fp8scope.reduction import MergedStep, table_bytes
 from fp8scope.spool import Spool
 from fp8scope_protocol.commands import CommandReport
@@ -35,24 +35,25 @@ class Outbox:
         self._lost = lost
         self._announce = announce
         self._ready = threading.Condition()
-        self._queue: deque[tuple[MergedStep, tuple[CommandReport, ...]]] = deque()
+        self._queue: deque[tuple[MergedStep, dict[str, float], tuple[CommandReport, ...]]] = deque()
         self._queued_bytes = 0
         self._closed = False
         self._seq = 0
-        self._grad_norms: deque[float] = deque(maxlen=GRAD_NORM_WINDOW)
         self._layout: Layout | None = None
         self._layout_entry: tuple[str, bytes] | None = None
         self._thread = threading.Thread(target=self._work, name="fp8scope-spool", daemon=True)
         self._thread.start()
 
-    def put(self, step: MergedStep, reports: tuple[CommandReport, ...]) -> None:
-        """Send `step` with `reports`; never blocks."""
+    def put(
+        self, step: MergedStep, sentinels: dict[str, float], reports: tuple[CommandReport, ...]
+    ) -> None:
+        """Send `step`, its `sentinels` by name and `reports`; never blocks."""
         size = table_bytes(step.tables)
         with self._ready:
             if self._queued_bytes + size > self._queue_bytes:
                 step, size = replace(step, tables=None, layout=None), 0
                 self._lost["outbox full"] += 1
-            self._queue.append((step, reports))
+            self._queue.append((step, sentinels, reports))
             self._queued_bytes += size
             self._ready.notify()
 
@@ -69,17 +70,19 @@ class Outbox:
                 self._ready.wait_for(lambda: self._queue or self._closed)
                 if not self._queue:
                     return
-                step, reports = self._queue.popleft()
+                step, sentinels, reports = self._queue.popleft()
                 self._queued_bytes -= table_bytes(step.tables)
             try:
-                self._spool_step(step, reports)
+                self._spool_step(step, sentinels, reports)
             except Exception:
                 if not self._lost["probe error"]:
                     LOG.exception("fp8scope: step %d is lost to a fault in the probe", step.step)
                 self._lost["probe error"] += 1
             self._announce()
 
-    def _spool_step(self, step: MergedStep, reports: tuple[CommandReport, ...]) -> None:
+    def _spool_step(
+        self, step: MergedStep, sentinels: dict[str, float], reports: tuple[CommandReport, ...]
+    ) -> None:
         arrays: Arrays = {}
         entry = None
         if step.tables is not None and step.layout is not None:
@@ -93,7 +96,7 @@ class Outbox:
             step=step.step,
             sent_ns=time.time_ns(),
             skipped=step.skipped,
-            sentinels=derive_sentinels(step.sentinels, self._grad_norms),
+            sentinels=sentinels,
             lost=dict(Counter(dict(self._lost)) + Counter(dict(self._spool.lost))),  # copies are atomic
             events=step.events,
             reports=reports,

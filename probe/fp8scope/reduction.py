@@ -1,6 +1,6 @@
 """One step of all ranks, merged.
 
-    every step     one gather of a short row: step, flags, sentinel sums and maxima (about 150 bytes a rank)
+    every step     one gather of a short row: step, flags, times, sentinel sums and maxima (200 bytes a rank)
     when needed    one gather of bytes: events and reports of any rank, new commands from rank 0
     sampled steps  three packed reductions: int64 sums, float64 sums, float64 maxima
 
@@ -10,7 +10,7 @@ Everything that decides about a further collective is read from those rows, so a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 
 import msgspec
 import torch
@@ -18,12 +18,14 @@ from torch import Tensor
 
 from fp8scope.ranks import Ranks
 from fp8scope.sums import SENTINEL_SUM_COLUMNS, SentinelSums, StepRecord, SumTables
+from fp8scope.timer import StepTime
 from fp8scope_protocol.commands import Command, CommandReport
 from fp8scope_protocol.errors import Fp8scopeError
 from fp8scope_protocol.series import Layout, decode_layout, encode_layout
 from fp8scope_protocol.wire import ProbeEvent
 
-STEP, SKIPPED, LEAVING, LAYOUT, EXTRAS, HEAD = range(6)
+STEP, SKIPPED, LEAVING, LAYOUT, EXTRAS, ALERT, TIME = range(7)
+HEAD = TIME + len(fields(StepTime))
 
 
 class RanksDisagree(Fp8scopeError):
@@ -44,6 +46,9 @@ class MergedStep:
 
     step: int
     skipped: bool
+    time: StepTime
+    alert: bool
+    """Whether rank 0 knows of an alert on the run."""
     sentinels: SentinelSums
     tables: SumTables | None
     layout: Layout | None
@@ -66,10 +71,12 @@ class Reduction:
         self._number = 0.0
         self._united: dict[tuple[float, ...], Layout] = {}
 
-    def merge(self, record: StepRecord, commands: Sequence[Command] = ()) -> MergedStep:
-        """`record` of this rank merged with the same step of the others; `commands` come from rank 0."""
+    def merge(
+        self, record: StepRecord, commands: Sequence[Command] = (), *, alert: bool = False
+    ) -> MergedStep:
+        """`record` merged with the other ranks' of the same step; `commands` and `alert` are rank 0's."""
         extras = Extras(events=record.events, reports=record.reports, commands=tuple(commands))
-        rows, texts = self._exchange(record, extras, leaving=False)
+        rows, texts = self._exchange(record, extras, alert=alert)
         present = rows[rows[:, LEAVING] == 0]
         if (present[:, STEP] != record.step).any():
             raise RanksDisagree(f"ranks are at steps {sorted(set(present[:, STEP].int().tolist()))}")
@@ -84,6 +91,8 @@ class Reduction:
         return MergedStep(
             step=record.step,
             skipped=bool(rows[:, SKIPPED].any()) or sentinels.skipped,
+            time=_longest(rows),
+            alert=bool(rows[:, ALERT].any()),
             sentinels=sentinels,
             tables=tables,
             layout=layout,
@@ -101,12 +110,14 @@ class Reduction:
             self.ranks.leave("the probe was closed")
 
     def _exchange(
-        self, record: StepRecord, extras: Extras, *, leaving: bool
+        self, record: StepRecord, extras: Extras, *, leaving: bool = False, alert: bool = False
     ) -> tuple[Tensor, list[Extras]]:
         """Rows [ranks, HEAD + sentinels] and the extras of each rank."""
         text = msgspec.msgpack.encode(extras) if extras != Extras() else b""
         number = 0.0 if record.tables is None else self._layout_number(record.layout)
-        head = torch.tensor([record.step, record.skipped, leaving, number, len(text)], dtype=torch.float64)
+        time = record.time() if record.time is not None else StepTime()
+        head = torch.tensor([record.step, record.skipped, leaving, number, len(text), alert, *astuple(time)],
+                            dtype=torch.float64)
         rows = self.ranks.gather(torch.cat([head, record.sentinels.sums, record.sentinels.maxes]))
         sizes = rows[:, EXTRAS].int().tolist()
         if not any(sizes):
@@ -148,6 +159,13 @@ class Reduction:
             maxes=self.ranks.max(tables.maxes.clone()),
             histogram=whole[cut:].view_as(tables.histogram),
         )
+
+
+def _longest(rows: Tensor) -> StepTime:
+    """The largest of every rank's numbers."""
+    sampled, detailed, on_device, seconds, probe_seconds = rows[:, TIME:HEAD].amax(0).tolist()
+    return StepTime(sampled=bool(sampled), detailed=bool(detailed), on_device=bool(on_device),
+                    seconds=seconds, probe_seconds=probe_seconds)
 
 
 def table_bytes(tables: SumTables | None) -> int:

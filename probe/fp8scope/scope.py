@@ -13,6 +13,7 @@ import atexit
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -64,6 +65,7 @@ class Scope:
     ) -> None:
         check_unattached(model)
         self.every = every
+        """Steps between two measurements at present."""
         self.detail_every = detail_every
         self.current = start_step
         """The step under way."""
@@ -235,11 +237,13 @@ class Scope:
         record = StepRecord(step=step, skipped=skipped, sentinels=SentinelSums.zeros())
         with self._watch.guarded("step"):
             record = self._record(step, skipped)
+        with self._watch.guarded("step"):  # apart: its own time belongs to the next step
+            lap = self._watch.timer.lap(sampled=self._watch.sampling, detailed=self._watch.detailed)
+            record = replace(record, wait=lap.wait, time=lap.time)
         self._worker.submit(record)  # whatever happened: other ranks count on this one's record
         self._awaited.append(step)
         self.current = step + 1
-        with self._watch.guarded("step"):
-            self._obey()
+        self._obey()
         self._begin()
 
     def _record(self, step: int, skipped: bool) -> StepRecord:
@@ -252,7 +256,7 @@ class Scope:
         reports, self._reports = tuple(self._reports), []
         return StepRecord(
             step=step, skipped=skipped, sentinels=sentinels, tables=tables, layout=layout,
-            events=self._watch.events(step), reports=reports, wait=_arrival(self._watch.rows.device),
+            events=self._watch.events(step), reports=reports,
         )
 
     def _note_unmeasured(self, step: int) -> None:
@@ -272,8 +276,11 @@ class Scope:
         """Applies what was merged with the step before the last one."""
         if len(self._awaited) < 2:
             return
-        for command in self._worker.result(self._awaited.popleft()).commands:
-            self._reports.append(self._apply(command))
+        result = self._worker.result(self._awaited.popleft())  # a wait here is for other ranks
+        self.every = result.every or self.every
+        with self._watch.guarded("step"):
+            for command in result.commands:
+                self._reports.append(self._apply(command))
 
     def _apply(self, command: Command) -> CommandReport:
         try:
@@ -287,15 +294,6 @@ def device_of(model: nn.Module) -> torch.device:
     """Where the sums are kept: with the first parameter on an accelerator, else on the CPU."""
     devices = (p.device for p in model.parameters())
     return next((one for one in devices if one.type not in ("cpu", "meta")), torch.device("cpu"))
-
-
-def _arrival(device: torch.device) -> Callable[[], None] | None:
-    """Waits for what was copied to the host so far; None where copies are done at once."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event.synchronize
 
 
 def _close_at_exit(reference: "weakref.ref[Scope]") -> None:

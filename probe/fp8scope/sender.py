@@ -40,6 +40,12 @@ class Sender:
         self._thread = threading.Thread(target=self._work, name=THREAD, daemon=True)
         self._thread.start()
 
+    @property
+    def alert(self) -> bool:
+        """Whether the collector's newest answer told of an alert on the run."""
+        reply = self._live.reply
+        return reply is not None and reply.alert
+
     def wake(self) -> None:
         """Something new is in the spool."""
         self._wake.set()

@@ -27,6 +27,8 @@ class ProbeSettings:
     """Hard limit of one producer's spool; beyond it the oldest segment goes, counted."""
     queue_bytes: int = 256 * 2**20
     """Memory for measurements that wait for the probe's threads; beyond it full measurements go, counted."""
+    close_steps: int = 50
+    """Steps that are all measured in full after a sentinel was elevated; 0 keeps the cadence."""
     poll_seconds: float = 5.0
     """Time between two questions for commands, when remote control is on."""
     exit_seconds: float = 5.0
@@ -48,6 +50,8 @@ class ProbeSettings:
         for name, least in (("spool_bytes", 2**16), ("queue_bytes", 2**16)):
             if getattr(self, name) < least:
                 raise Invalid(name, getattr(self, name), f"must be at least {least} bytes")
+        if not 0 <= self.close_steps <= 10_000:
+            raise Invalid("close_steps", self.close_steps, "must be 0 to 10000 steps")
         for one in fields(self):
             if one.name.endswith("_seconds") and not 0 < getattr(self, one.name) <= 86_400:
                 raise Invalid(one.name, getattr(self, one.name), "must be over 0 and at most 86400 seconds")

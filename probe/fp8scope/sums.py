@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fp8scope.timer import StepTime
 from fp8scope_protocol.commands import Command, CommandReport
 from fp8scope_protocol.metrics import HISTOGRAM_BINS
 from fp8scope_protocol.series import Layout
@@ -207,6 +208,8 @@ class StepRecord:
     reports: tuple[CommandReport, ...] = ()
     """What became of commands in this rank at the boundary before this step; steps_by_rank is empty."""
     wait: Callable[[], None] | None = None
+    time: Callable[[], StepTime] | None = None
+    """How long the step took; to be called after `ready`."""
 
     def ready(self) -> None:
         """Blocks until every tensor has arrived in host memory."""
@@ -221,6 +224,8 @@ class StepResult:
     step: int
     commands: tuple[Command, ...] = ()
     """To be applied now, in this order; each command is given once."""
+    every: int | None = None
+    """The cadence from now on; None where it stays."""
 
 
 class StepWorker(Protocol):

@@ -26,6 +26,8 @@ class MemoryWorker:
         self.records: list[StepRecord] = []
         self.commands: dict[int, tuple[Command, ...]] = {}
         """Step -> commands that its result carries, as if they had been merged with it."""
+        self.cadences: dict[int, int] = {}
+        """Step -> cadence that its result carries."""
         self.closed = False
 
     def submit(self, record: StepRecord) -> None:
@@ -33,7 +35,8 @@ class MemoryWorker:
         self.records.append(record)
 
     def result(self, step: int) -> StepResult:
-        return StepResult(step=step, commands=self.commands.pop(step, ()))
+        return StepResult(step=step, commands=self.commands.pop(step, ()),
+                          every=self.cadences.get(step))
 
     def close(self) -> None:
         self.closed = True

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import ExitStack
+from time import perf_counter
 from types import TracebackType
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fp8scope.backend import round_trip
 from fp8scope.rows import Rows
 from fp8scope.sharding import local
+from fp8scope.timer import Timer
 from fp8scope_protocol.formats import Format
 from fp8scope_protocol.recipes import Recipe
 from fp8scope_protocol.series import Series
@@ -22,21 +24,23 @@ TURNS = 8
 
 class Guard:
     """A context without gradients, autocast, inference mode and the job's dispatch modes (selective
-    checkpointing counts operations), in which errors are counted and go no further.
+    checkpointing counts operations), in which errors are counted and go no further, and time is counted.
 
     Entered several times a layer and step: what is off already is not switched off, which takes 3 us where
     `contextlib.ExitStack` over all four takes 40.
     """
 
-    __slots__ = ("_device", "_problems", "_stack", "_where", "_with_gradients")
+    __slots__ = ("_begin", "_device", "_problems", "_stack", "_timer", "_where", "_with_gradients")
 
-    def __init__(self, where: str, problems: Counter[tuple[str, str]], device: str) -> None:
+    def __init__(self, where: str, problems: Counter[tuple[str, str]], timer: Timer) -> None:
         self._where = where
         self._problems = problems
-        self._device = device
+        self._timer = timer
+        self._device = timer.device.type
         self._stack: ExitStack | None = None
 
     def __enter__(self) -> None:
+        self._begin = perf_counter()
         self._with_gradients = torch.is_grad_enabled()
         modes = torch._C._len_torch_dispatch_stack()
         if modes or torch.is_inference_mode_enabled() or torch.is_autocast_enabled(self._device):
@@ -53,6 +57,7 @@ class Guard:
         torch._C._set_grad_enabled(self._with_gradients)
         if self._stack is not None:
             self._stack.close()
+        self._timer.probe_seconds += perf_counter() - self._begin
         if isinstance(error, Exception):
             self._problems[self._where, f"{type(error).__name__}: {error}"[:300]] += 1
             return True
@@ -68,6 +73,7 @@ class Watch:
         """The what-ifs."""
         self.rank = rank
         self.world = world
+        self.timer = Timer(rows.device)
         self.sampling = False
         """True while the current step is measured."""
         self.detailed = False
@@ -143,8 +149,8 @@ class Watch:
         self._unobserved.setdefault((name, reason), False)
 
     def guarded(self, where: str) -> "Guard":
-        """Measures out of sight, and keeps what goes wrong from training."""
-        return Guard(where, self._problems, self.rows.device.type)
+        """Measures out of sight, and keeps what goes wrong from training; the time is the probe's."""
+        return Guard(where, self._problems, self.timer)
 
     def note(self, where: str, error: Exception) -> None:
         """Counts what went wrong, to be told with the step."""

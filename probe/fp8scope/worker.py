@@ -21,10 +21,12 @@ from dataclasses import replace
 
 import msgspec
 
+from fp8scope.cadence import Cadence
 from fp8scope.control import DELAY, Answers, Inbox
+from fp8scope.derive import GRAD_NORM_WINDOW, derive_sentinels
 from fp8scope.outbox import Outbox
 from fp8scope.ranks import Ranks
-from fp8scope.reduction import Reduction, table_bytes
+from fp8scope.reduction import MergedStep, Reduction, table_bytes
 from fp8scope.segment import spool_folder
 from fp8scope.sender import Sender
 from fp8scope.settings import ProbeSettings
@@ -46,7 +48,10 @@ MOST_EVENTS = 256
 class Worker:
     """One per attach and rank. `hello` describes the job; what depends on the ranks is filled in here."""
 
-    def __init__(self, hello: Hello, *, ranks: Ranks, settings: ProbeSettings, token: str | None) -> None:
+    def __init__(
+        self, hello: Hello, *, ranks: Ranks, settings: ProbeSettings, token: str | None,
+        cadence: Cadence | None = None,
+    ) -> None:
         remote = hello.remote_control and not ranks.apart
         self.hello = msgspec.structs.replace(
             hello, attempt=ranks.attempt, producer=ranks.producer, world_size=ranks.world_size,
@@ -68,6 +73,8 @@ class Worker:
         self._kept_events: tuple[ProbeEvent, ...] = ()  # of steps that were dropped
         self._notices: list[str] = []
         self._reduction = Reduction(ranks)
+        self._cadence = cadence or Cadence(hello.every)
+        self._grad_norms: deque[float] = deque(maxlen=GRAD_NORM_WINDOW)
         self._answers = Answers()
         self._inbox = Inbox() if remote and ranks.leads and not settings.offline else None
         self._spool: Spool | None = None
@@ -189,21 +196,37 @@ class Worker:
         record = self._prepare(record)
         commands, refusals = self._fetch(record.step)
         try:
-            merged = self._reduction.merge(record, commands)
+            merged = self._reduction.merge(record, commands, alert=self._alert())
         except Exception as error:
             if self._ranks.count == 1:
                 raise
             self._part(str(error).partition("\n")[0], record.step)
-            merged = self._reduction.merge(self._prepare(record))
+            merged = self._reduction.merge(self._prepare(record), alert=self._alert())
             refusals += _refused(commands, record.step, self._ranks.apart)
         if merged.leaving:
             gone = ", ".join(map(str, merged.leaving[:8]))
             self._part(f"the probe of rank {gone} was closed", record.step)
         if merged.unmatched:
             self.lost["unmatched"] += 1
+        merged, sentinels, every = self._judge(merged)
         if self._outbox is not None:
-            self._outbox.put(merged, self._answers.add(merged.reports) + refusals)
-        return StepResult(step=record.step, commands=merged.commands)
+            self._outbox.put(merged, sentinels, self._answers.add(merged.reports) + refusals)
+        return StepResult(step=record.step, commands=merged.commands, every=every)
+
+    def _judge(self, merged: MergedStep) -> tuple[MergedStep, dict[str, float], int | None]:
+        """The step and what it says of the cadence, its sentinels, and the new cadence if there is one."""
+        sentinels = derive_sentinels(merged.sentinels, self._grad_norms)
+        change = self._cadence.judge(merged.step, merged.time, sentinels, alert=merged.alert)
+        if merged.time.sampled and self._cadence.overhead is not None:
+            sentinels["overhead_ratio"] = self._cadence.overhead
+        if change is None:
+            return merged, sentinels, None
+        event = ProbeEvent(kind="cadence", step=merged.step + DELAY, text=change.why)
+        return replace(merged, events=(*merged.events, event)), sentinels, change.every
+
+    def _alert(self) -> bool:
+        """Whether the collector said, with its newest answer, that a rule holds layers of the run."""
+        return self._sender is not None and self._sender.alert
 
     def _prepare(self, record: StepRecord) -> StepRecord:
         """`record`, arrived in host memory, with the worker's own events."""
@@ -212,7 +235,8 @@ class Worker:
         except Exception:
             LOG.exception("fp8scope: the numbers of step %d did not arrive", record.step)
             self.lost["probe error"] += 1
-            record = replace(record, sentinels=SentinelSums.zeros(), tables=None, layout=None, wait=None)
+            record = replace(record, sentinels=SentinelSums.zeros(), tables=None, layout=None, wait=None,
+                             time=None)
         with self._ready:
             events, self._kept_events = self._kept_events + record.events, ()
             notices, self._notices = self._notices, []

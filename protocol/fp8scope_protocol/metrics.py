@@ -162,6 +162,8 @@ _SENTINELS = (
     Metric(key="loss_scale", unit="ratio", group="sentinel", worse="neither",
            definition="the gradient scaler's current scale"),
     Metric(key="lr", unit="lr", group="sentinel", worse="neither", definition="learning rate of group 0"),
+    Metric(key="overhead_ratio", unit="ratio", group="sentinel", merge="max",
+           definition="share of the job's time that the probe takes at its present cadence; see probe.md"),
 )
 
 METRICS: dict[str, Metric] = {m.key: m for m in _ROUND_TRIP + _CONSEQUENCE}

@@ -140,6 +140,8 @@ class IngestReply(msgspec.Struct, frozen=True, kw_only=True):
     duplicate: bool = False
     commands: int = 0
     """Highest command id of the run that is waiting for this attempt; 0 when there is none."""
+    alert: bool = False
+    """Whether a rule holds a layer of the run out of FP8; then the probe does not measure less often."""
 
 
 _DTYPES: dict[str, np.dtype[np.generic]] = {"u8": np.dtype("<u8"), "f4": np.dtype("<f4")}

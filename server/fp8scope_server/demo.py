@@ -47,7 +47,7 @@ class DemoPlan:
         """The command line of `fp8scope train`."""
         return ["train", "--run", run, "--preset", "demo", "--steps", str(self.steps),
                 "--ranks", str(self.ranks), "--seed", str(self.seed), "--every", "1", "--detail-every", "1",
-                "--collector", collector, "--remote-control",
+                "--budget", "none", "--collector", collector, "--remote-control",
                 "--drill", "frozen-amax", "--fault-step", str(self.fault_step), "--json"]
 
 

@@ -30,6 +30,7 @@ from fp8scope_server.losses import account_losses, check_losses
 from fp8scope_server.models import Attempt, BatchRow, Producer, Run, Step
 from fp8scope_server.problems import Refused
 from fp8scope_server.reports import expire, take_reports
+from fp8scope_server.runs import read_firing
 from fp8scope_server.text import checked
 
 router = APIRouter(prefix="/api/v1")
@@ -96,12 +97,15 @@ async def store_batch(session: AsyncSession, layouts: Layouts, batch: Batch) -> 
         if known is None:
             raise Refused(409, f"layout {header.layout} is unknown; send it first", missing="layout")
         _check_planes(header, known)
-    if not await _enter(session, source, batch):
-        return IngestReply(acked_seq=header.seq, run=source.run_id, duplicate=True,
-                           commands=await waiting(session, header.attempt))
-    await _copy_frames(session, source, batch)
-    return IngestReply(acked_seq=header.seq, run=source.run_id,
-                       commands=await _follow_up(session, source, batch, known))
+    new = await _enter(session, source, batch)
+    if new:
+        await _copy_frames(session, source, batch)
+        commands = await _follow_up(session, source, batch, known)
+    else:
+        commands = await waiting(session, header.attempt)
+    firing = await read_firing(session, [source.run_id])
+    return IngestReply(acked_seq=header.seq, run=source.run_id, duplicate=not new, commands=commands,
+                       alert=firing[source.run_id] > 0)
 
 
 async def _find_source(session: AsyncSession, header: BatchHeader) -> Source:

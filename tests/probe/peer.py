@@ -8,7 +8,7 @@ the batch and close the connection without a word. FOLDER/rules.json, while it i
 {...}} to answer every such request so, {"most_bytes": n} for a 413 to larger bodies, {"never": [seq, ...]}
 for a 422 to these batches, and {"seconds": s} to take that long over each. FOLDER/commands.json, when it is
 there, is what a poll gets. `switch_over` in FOLDER/rule.json makes the peer issue one command when a stored
-amax is over it.
+amax is over it. While FOLDER/alert exists, answers tell of an alert.
 Each request is one line of FOLDER/journal; stored batches are files FOLDER/ATTEMPT-PRODUCER-SEQ.
 """
 
@@ -143,7 +143,7 @@ class Peer(BaseHTTPRequestHandler):
         highest = max([0, *(int(str(command["id"])) for command in load("commands.json"))])
         run = unquote(self.path.split("/")[4])
         self.answer(200, {"acked_seq": batches[-1].header.seq, "run": run, "duplicate": all(duplicates),
-                          "commands": highest})
+                          "commands": highest, "alert": (FOLDER / "alert").exists()})
 
     def store(self, batch: Batch, together: int) -> bool:
         header = batch.header

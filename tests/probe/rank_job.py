@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fp8scope.cadence import Cadence
 from fp8scope.ranks import join_ranks
 from fp8scope.settings import ProbeSettings
 from fp8scope.sums import (
@@ -23,6 +24,7 @@ from fp8scope.sums import (
     StepRecord,
     SumTables,
 )
+from fp8scope.timer import StepTime
 from fp8scope.worker import Worker
 from fp8scope_protocol.commands import CommandReport
 from fp8scope_protocol.series import Layout, Series
@@ -52,13 +54,19 @@ def record_of(step: int, rank: int, job: dict[str, Any], layout: Layout) -> Step
     sentinels.sums[SENTINEL_SUM_COLUMNS.index("loss_sum")] = float(rank)
     sentinels.sums[SENTINEL_SUM_COLUMNS.index("loss_count")] = 1.0
     sentinels.maxes[0] = float(rank)
-    return StepRecord(step=step, sentinels=sentinels, tables=tables, layout=layout)
+    cost = job.get("cost", {}).get(rank, 1e-3)  # seconds, of a step of 0.1
+    time = StepTime(sampled=True, seconds=0.1, probe_seconds=cost)
+    return StepRecord(step=step, sentinels=sentinels, tables=tables, layout=layout, time=lambda: time)
 
 
-def train(worker: Worker | None, rank: int, job: dict[str, Any]) -> dict[int, int]:
-    """Steps until every rank has applied a command, or job["steps"]; returns {command id: step}."""
+def train(
+    worker: Worker | None, rank: int, job: dict[str, Any]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Steps until every rank has applied a command, or job["steps"]; returns {command id: step} and
+    {step: new cadence}."""
     layout = layout_of(job.get("names", {}).get(rank, ["layers.0", "layers.3"]))
     applied: dict[int, int] = {}
+    cadences: dict[int, int] = {}
     reports: tuple[CommandReport, ...] = ()
     tail = None
     for step in range(job["steps"]):
@@ -69,7 +77,10 @@ def train(worker: Worker | None, rank: int, job: dict[str, Any]) -> dict[int, in
         if step == job.get("die", {}).get(rank):
             os._exit(9)
         if worker is not None:
-            for command in worker.result(step - 2).commands:
+            result = worker.result(step - 2)
+            if result.every is not None:
+                cadences[step] = result.every
+            for command in result.commands:
                 applied[command.id] = step
                 reports += (CommandReport(id=command.id, state="applied", step=step),)
             worker.submit(replace(record_of(step, rank, job, layout), reports=reports))
@@ -82,7 +93,7 @@ def train(worker: Worker | None, rank: int, job: dict[str, Any]) -> dict[int, in
             if tail == step:
                 break
             time.sleep(0.005)
-    return applied
+    return applied, cadences
 
 
 def main(rank: int, job: dict[str, Any]) -> None:
@@ -96,12 +107,12 @@ def main(rank: int, job: dict[str, Any]) -> None:
         ranks = join_ranks(configuration, handshake_seconds=settings.handshake_seconds,
                            reduce_seconds=settings.reduce_seconds)
         worker = Worker(Hello(run="run", attempt="", producer="", remote_control=True), ranks=ranks,
-                        settings=settings, token=None)
-    applied = train(worker, rank, job)
+                        settings=settings, token=None, cadence=Cadence(1, budget=job.get("budget")))
+    applied, cadences = train(worker, rank, job)
     ours = torch.ones(1)
     if not job.get("die"):
         dist.all_reduce(ours)  # the job's own group still works
-    seen: dict[str, Any] = {"applied": applied, "sum": float(ours)}
+    seen: dict[str, Any] = {"applied": applied, "cadences": cadences, "sum": float(ours)}
     if worker is not None and ranks is not None:
         seen |= {"world": worker.world, "apart": ranks.apart, "attempt": ranks.attempt}
         worker.close()

@@ -109,6 +109,22 @@ def test_a_rank_that_runs_ahead_waits_for_its_result(launch: Launch, tmp_path: P
     assert [batch.header.step for batch in spooled(tmp_path / "spool")["all"]] == list(range(8))
 
 
+def test_one_costly_rank_slows_all_ranks_at_one_step(launch: Launch, tmp_path: Path) -> None:
+    """Measuring costs 1 % on rank 0 and 7 % on rank 1: the largest counts, both ranks change their cadence
+    at the same boundary, and one event says so."""
+    first, second = launch(steps=60, cost={0: 1e-3, 1: 7e-3}, budget=0.02)
+    assert first is not None
+    assert second is not None
+    assert first["cadences"] == second["cadences"]
+    ((step, every),) = first["cadences"].items()
+    assert every == 4
+    batches = spooled(tmp_path / "spool")["all"]
+    told = [event for batch in batches for event in batch.header.events]
+    assert [(event.kind, event.step) for event in told] == [("cadence", int(step))]
+    (decided,) = [batch.header.sentinels for batch in batches if batch.header.step == int(step) - 2]
+    assert decided["overhead_ratio"] == pytest.approx(0.007 / 0.093)
+
+
 def test_z6_a_rank_without_a_probe_hangs_nobody(launch: Launch, tmp_path: Path) -> None:
     """Rank 1 has no probe: rank 0 says so after the handshake's time, measures alone, makes no group, and
     the job's own collectives work."""

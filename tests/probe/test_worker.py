@@ -5,16 +5,19 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fp8scope.cadence import Cadence
 from fp8scope.ranks import Ranks
 from fp8scope.segment import spool_folder
 from fp8scope.settings import OFFLINE, ProbeSettings, read_settings
 from fp8scope.spool import Spool
 from fp8scope.sums import SENTINEL_MAX_COLUMNS, SentinelSums, StepRecord, StepResult, SumTables
+from fp8scope.timer import StepTime
 from fp8scope.worker import MOST_EVENTS, MOST_RESULTS, Worker
 from fp8scope_protocol.commands import CommandReport
 from fp8scope_protocol.errors import Invalid
@@ -30,8 +33,10 @@ NONFINITE = ProbeEvent(kind="nonfinite", step=0, name="layers.3", text="1 NaN")
 
 def record_of(step: int, *, full: bool = True, wait: Callable[[], None] | None = None,
               events: tuple[ProbeEvent, ...] = (), reports: tuple[CommandReport, ...] = ()) -> StepRecord:
+    tables = SumTables.zeros(100)
+    tables.histogram[0, 0] = 1
     return StepRecord(step=step, sentinels=SentinelSums.zeros(), events=events, reports=reports, wait=wait,
-                      tables=SumTables.zeros(100) if full else None, layout=LAYOUT if full else None)
+                      tables=tables if full else None, layout=LAYOUT if full else None)
 
 
 Opener = Callable[..., Worker]
@@ -42,11 +47,13 @@ def open_worker(tmp_path: Path) -> Iterator[Opener]:
     """Opens workers that spool below the test's folder; closes them after the test."""
     with ExitStack() as stack:
 
-        def opener(collector: str = OFFLINE, *, remote: bool = False, **settings: Any) -> Worker:
+        def opener(collector: str = OFFLINE, *, remote: bool = False, cadence: Cadence | None = None,
+                   **settings: Any) -> Worker:
             given = {"collector": collector, "spool": tmp_path / "spool", "exit_seconds": 10.0,
                      "poll_seconds": 0.1, "retry_seconds": 0.1, **settings}
             hello = Hello(run="run", attempt="", producer="", remote_control=remote)
-            worker = Worker(hello, ranks=Ranks(), settings=ProbeSettings(**given), token=None)
+            worker = Worker(hello, ranks=Ranks(), settings=ProbeSettings(**given), token=None,
+                            cadence=cadence)
             stack.callback(worker.close)
             return worker
 
@@ -213,6 +220,32 @@ def test_a_command_is_given_once_and_its_report_goes_out(open_worker: Opener, pe
     assert [(one.id, one.state, one.steps_by_rank) for one in reports] == [
         (1, "expired", ()), (2, "applied", (step,)),
     ]
+
+
+def test_an_alert_at_the_collector_keeps_the_cadence(open_worker: Opener, peer: Any, until: Any) -> None:
+    """The answers to batches tell of an alert: measuring stays as frequent as it is, at ten times its budget,
+    until they no longer do."""
+    (peer.folder / "alert").touch()
+    peer.start()
+    worker = open_worker(peer.url, cadence=Cadence(1, budget=0.01))
+    time = StepTime(sampled=True, seconds=1.1, probe_seconds=0.1)
+
+    def play(steps: range) -> list[tuple[int, int]]:
+        found = []
+        for step in steps:
+            worker.submit(replace(record_of(step, full=False), time=lambda: time))
+            if (every := worker.result(step).every) is not None:
+                found.append((step, every))
+        return found
+
+    assert play(range(1)) == []
+    until(lambda: peer.stored() == [0])
+    until(lambda: worker._alert())
+    assert play(range(1, 60)) == []
+    (peer.folder / "alert").unlink()
+    assert play(range(60, 61)) == []
+    until(lambda: not worker._alert())
+    assert [every for _, every in play(range(61, 120))] == [16]
 
 
 def test_without_remote_control_nothing_is_asked(open_worker: Opener, peer: Any) -> None:

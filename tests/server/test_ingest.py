@@ -28,7 +28,7 @@ def test_a_batch_is_there_after_its_reply(job: Jobs, rows: Rows) -> None:
     arrays = {"amax": np.arange(6, dtype="<f4"), "nan_count": np.full(6, 2**63, dtype="<u8"),
               "exponent_histogram": histogram}
     reply = one.send(7, arrays, sentinels={"loss": 2.5}, skipped=True)
-    assert reply == {"acked_seq": 0, "run": run, "duplicate": False, "commands": 0}
+    assert reply == {"acked_seq": 0, "run": run, "duplicate": False, "commands": 0, "alert": False}
     stored = rows('SELECT metric, type, rows, "values" FROM frames WHERE run_id = %s AND step = 7', run)
     assert sorted(stored) == [
         ("amax", "f4", 1, arrays["amax"].tobytes()), ("exponent_histogram", "u8", 40, histogram.tobytes()),
@@ -61,7 +61,8 @@ def test_c5_a_batch_sent_again_is_a_duplicate(job: Jobs, rows: Rows) -> None:
     again = one.post(first)
     assert (again.status_code, again.json()["duplicate"]) == (200, True)
     assert one.send(1, one.values())["duplicate"] is False
-    assert one.post(first).json() == {"acked_seq": 0, "run": run, "duplicate": True, "commands": 0}
+    assert one.post(first).json() == {"acked_seq": 0, "run": run, "duplicate": True, "commands": 0,
+                                      "alert": False}
     assert rows("SELECT count(*) FROM batches WHERE run_id = %s", run) == [(2,)]
     assert rows("SELECT count(*) FROM frames WHERE run_id = %s", run) == [(2,)]
     assert rows("SELECT count(*) FROM events WHERE run_id = %s AND kind = 'note'", run) == [(1,)]

@@ -35,7 +35,8 @@ def test_a_bundle_is_stored_as_its_batches_one_by_one(job: Jobs, client: httpx.C
     body = join_batches([together.encode(step, arrays, sentinels={"loss": float(step)})
                          for step, arrays in enumerate(values)])
     answer = together.post(body)
-    assert answer.json() == {"acked_seq": 4, "run": together.run, "duplicate": False, "commands": 0}
+    assert answer.json() == {"acked_seq": 4, "run": together.run, "duplicate": False, "commands": 0,
+                             "alert": False}
     assert together.post(body).json()["duplicate"] is True
     for path in ("frames?metric=underflow_ratio", "steps"):
         read = [client.get(f"/runs/{one.run}/{path}").json() for one in (apart, together)]

@@ -84,6 +84,17 @@ def test_what_a_layer_really_runs_in_is_what_the_report_says(started: Any, clien
     assert client.get(f"/runs/{run}").json()["layers_in_bf16"] == 2
 
 
+def test_an_answer_tells_of_an_alert_while_it_lasts(started: Any, client: httpx.Client) -> None:
+    """From the batch that raises it to the one that ends it, to a probe that sends again too."""
+    one, _ = started()
+    assert not one.send(0, one.values())["alert"]
+    assert one.send(1, one.values(layers_0=0.5))["alert"]
+    repeated = one.encode(2, one.values(layers_0=0.5))
+    assert [one.post(repeated).json()["alert"] for _ in range(2)] == [True, True]
+    assert not one.send(4, one.values())["alert"]
+    assert not one.send(5)["alert"]
+
+
 def test_a_command_names_each_layer_once(started: Any, client: httpx.Client) -> None:
     """100,000 times the same layer is refused by name in a short answer; so is a name without end."""
     _, run = started()

@@ -43,6 +43,7 @@ class TrainOptions:
     every: int
     detail_every: int
     fidelity_every: int
+    budget: float | None
     collector: str | None
     probe: bool
     remote_control: bool
@@ -55,6 +56,8 @@ class TrainOptions:
                 raise Invalid(name, getattr(self, name), "must be at least 1")
         if self.fidelity_every < 0:
             raise Invalid("fidelity_every", self.fidelity_every, "must be a number of steps, or 0 for never")
+        if self.budget is not None and not 0 < self.budget < 1:
+            raise Invalid("budget", self.budget, "must be above 0 and below 1")
         if not 0 < self.lr < 1:
             raise Invalid("lr", self.lr, "must be above 0 and below 1")
         if not self.run.isprintable() or not 0 < len(self.run) <= 200:
@@ -81,7 +84,7 @@ def parse(argv: list[str]) -> TrainOptions:
         lr=preset.lr if given.lr is None else given.lr,
         batch=preset.batch if given.batch is None else given.batch,
         every=given.every, detail_every=given.detail_every, fidelity_every=given.fidelity_every,
-        collector=given.collector,
+        budget=given.budget, collector=given.collector,
         probe=not given.no_probe,
         remote_control=given.remote_control, drill=_drill(given), json=given.json,
     )
@@ -113,6 +116,8 @@ def _parser() -> _Parser:
                        help="of the measured steps, every how manieth is measured in detail (8)")
     probe.add_argument("--fidelity-every", type=int, default=500,
                        help="steps between two comparisons of gradients with BF16, 0 for none (500)")
+    probe.add_argument("--budget", type=_budget, default=0.01,
+                       help="share of the time that measuring may take, or none for no limit (0.01)")
     probe.add_argument("--collector", help="URL (FP8SCOPE_COLLECTOR, else http://127.0.0.1:8050)")
     probe.add_argument("--no-probe", action="store_true", help="train unobserved")
     probe.add_argument("--remote-control", action="store_true", help="obey precision commands")
@@ -125,6 +130,10 @@ def _parser() -> _Parser:
     drill.add_argument("--gain-growth", type=float, help="its factor per step (1.1)")
     drill.add_argument("--release-step", type=int, help="when the history thaws (10 steps after the growth)")
     return parser
+
+
+def _budget(text: str) -> float | None:
+    return None if text == "none" else float(text)
 
 
 def _drill(given: argparse.Namespace) -> FrozenAmax | None:

@@ -82,7 +82,7 @@ def attached(
     if not options.probe:
         return nullcontext()
     return fp8scope.attach(model, optimizer, run=options.run, every=options.every,
-                           detail_every=options.detail_every,
+                           detail_every=options.detail_every, budget=options.budget,
                            collector=options.collector, remote_control=options.remote_control)
 
 
