@@ -4,6 +4,7 @@ Call these and not `quantize` or `quantize_kernel` directly, unless a particular
 the same codes, scales and counts; `quantize` says what that is.
 """
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 
@@ -72,18 +73,34 @@ def round_trip(
     out: RowSums | None = None,
 ) -> RowSums:
     """What quantization does to x [R, C], added to `out`; see `roundtrip.round_trip`."""
-    if not runs_kernels(x, element) or not scaling.startswith(("tile", "block")):
-        return roundtrip.round_trip(x, element, scaling, scales=scales, codes=codes, rounding=rounding,
-                                    power_of_two=power_of_two, histogram=histogram, out=out)
-    from fp8scope import roundtrip_kernel
-
-    return roundtrip_kernel.round_trip(x, element, scaling, scales=scales, codes=codes, rounding=rounding,
-                                       power_of_two=power_of_two, histogram=histogram, out=out)
+    twin = _round_trip_of(x, element, scaling)
+    return twin(x, element, scaling, scales=scales, codes=codes, rounding=rounding, power_of_two=power_of_two,
+                histogram=histogram, out=out)
 
 
 def runs_kernels(x: Tensor, element: Format) -> bool:
     """Whether x is where the kernels run, and they have the format."""
     return x.is_cuda and element.name in ("e4m3", "e5m2") and _has_casts(x.device)
+
+
+def _round_trip_of(x: Tensor, element: Format, scaling: str) -> Callable[..., RowSums]:
+    if runs_kernels(x, element) and scaling in ("tile 1x128", "block 128x128"):
+        from fp8scope import roundtrip_kernel
+
+        return roundtrip_kernel.round_trip
+    if x.is_cuda and element.name != "bf16" and scaling != "none" and _has_triton(x.device):
+        from fp8scope import group_kernel
+
+        return group_kernel.round_trip
+    return roundtrip.round_trip
+
+
+@cache
+def _has_triton(device: torch.device) -> bool:
+    """Triton is installed, and compiles for `device` of NVIDIA."""
+    if find_spec("triton") is None or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache

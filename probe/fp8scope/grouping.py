@@ -30,9 +30,10 @@ class Grouping:
         """Elements of a full piece."""
         self.pieces = (rows, -(-columns // self.width))
         single = not scaling.flat and scaling.columns is not None  # pieces of a row are groups of their own
-        self._high = scaling.rows or max(rows, 1)
-        self._wide = 1 if single else max(self.pieces[1], 1)
-        self.shape = (-(-rows // self._high) if scaling.rows else 1, self.pieces[1] if single else 1)
+        self.high = scaling.rows or max(rows, 1)
+        self.wide = 1 if single else max(self.pieces[1], 1)
+        """Of a group, in pieces: high x wide."""
+        self.shape = (-(-rows // self.high) if scaling.rows else 1, self.pieces[1] if single else 1)
         """[GR, GT]."""
 
     def split(self, x: Tensor) -> Tensor:
@@ -58,14 +59,14 @@ class Grouping:
     def spread(self, groups: Tensor) -> Tensor:
         """Per piece, of what is per group or, [1, 1], the same for all."""
         rows = self.pieces[0]
-        if groups.shape[0] > 1 and self._high > 1:
-            groups = groups.repeat_interleave(self._high, dim=0)[:rows]
+        if groups.shape[0] > 1 and self.high > 1:
+            groups = groups.repeat_interleave(self.high, dim=0)[:rows]
         return groups.expand(self.pieces)
 
     def _grouped(self, pieces: Tensor) -> Tensor:
         """[GR, rows of a group, GT, pieces of its row]; zeros fill the last group."""
-        padded = pad(pieces, (0, 0, 0, -self.pieces[0] % self._high))
-        return padded.view(-1, self._high, self.pieces[1] // self._wide, self._wide)
+        padded = pad(pieces, (0, 0, 0, -self.pieces[0] % self.high))
+        return padded.view(-1, self.high, self.pieces[1] // self.wide, self.wide)
 
 
 def as_rows(x: Tensor, scaling: Scaling) -> list[Tensor]:
