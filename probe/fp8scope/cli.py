@@ -9,6 +9,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     # command: (module with main(argv) -> int, extra that it needs, what it does)
     "demo": ("fp8scope_server.demo", "all", "train a small model in FP8, break it, watch it being saved"),
     "up": ("fp8scope_server.up", "all", "start the collector and the dashboard"),
+    "sync": ("fp8scope.sync", "all", "bring what offline jobs spooled to the collector"),
     "train": ("fp8scope_trainer.train", "trainer", "train the reference decoder with the probe attached"),
 }
 

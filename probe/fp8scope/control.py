@@ -4,16 +4,11 @@ Only rank 0 talks to the collector. What it fetched rides in the merge of the ne
 of a command in the same step n and apply it at the boundary of step n + 2.
 """
 
-import logging
 import threading
 from collections.abc import Iterable
 
-import msgspec
-
 from fp8scope.precision import joint
 from fp8scope_protocol.commands import Command, CommandReport
-
-LOG = logging.getLogger("fp8scope")
 
 DELAY = 2
 """Steps between the merge that carries a command and the boundary at which it is applied."""
@@ -84,14 +79,3 @@ def _joint(heard: dict[int, CommandReport]) -> CommandReport:
         id=worst.id, state=worst.state, step=max(steps), steps_by_rank=steps, reason=worst.reason,
         precision=joint(report.precision for report in reports),
     )
-
-
-def decode_commands(data: bytes) -> list[Command]:
-    """Commands in the collector's answer, without those of a kind this probe does not know."""
-    commands = []
-    for raw in msgspec.json.decode(data, type=list[msgspec.Raw]):
-        try:
-            commands.append(msgspec.json.decode(raw, type=Command))
-        except msgspec.ValidationError as error:
-            LOG.warning("fp8scope: a command is ignored, this probe does not understand it: %s", error)
-    return commands

@@ -21,7 +21,7 @@ from urllib.parse import quote, urlencode
 import httpx
 import msgspec
 
-from fp8scope.control import decode_commands
+from fp8scope.letterbox import decode_commands
 from fp8scope.line import SMALLEST_PART, Line
 from fp8scope.segment import MAGIC, Record, encode_record
 from fp8scope_protocol.bundle import join_batches
@@ -92,6 +92,11 @@ class Delivery:
         self._said: dict[str, int] = {}  # lost, by the newest batch that arrived
         self._told: dict[str, int] = {}  # lost, as far as the collector knows
 
+    @property
+    def rejected(self) -> int:
+        """Batches that the collector will never take."""
+        return self._lost["rejected"]
+
     def due(self, *, final: bool) -> bool:
         """Whether there is something to send; `final` if no further batch will say what was lost."""
         waiting = self.source.peek_many(1, 0)
@@ -130,6 +135,8 @@ class Delivery:
         return self._hello
 
     def _readable(self) -> bool:
+        if not self.source.hello:
+            return False
         try:
             self.hello()
         except BrokenMessage as error:

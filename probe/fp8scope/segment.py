@@ -5,6 +5,7 @@ the producer's hello, and a layout stands before the first batch that needs it, 
 forwarded without its neighbours. Reading goes on behind a damaged record, at the next with a right checksum.
 """
 
+import fcntl
 import hashlib
 import os
 import struct
@@ -80,6 +81,10 @@ class SegmentReader:
         self._file.seek(start if found is None else start + found)
         return found is not None
 
+    def hold(self) -> None:
+        """Keep the segment from being dropped for want of space, until it is closed."""
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+
     def position(self) -> int:
         """Bytes read so far."""
         return self._file.tell()
@@ -138,8 +143,8 @@ class Scan:
     """Empty where it cannot be read."""
     batches: int
     """How many can be read."""
-    last_seq: int
-    """Of the last one; -1 before the first."""
+    last_seq: int | None
+    """Of the last one; None before the first."""
     unreadable: int
     """Batches that the segment has lost, by the seqs that are missing around what is damaged."""
     torn: bool
@@ -148,9 +153,10 @@ class Scan:
     """Of its readable part, in bytes."""
 
 
-def scan_segment(path: Path, last_seq: int = -1, *, damaged: bool = False) -> Scan:
+def scan_segment(path: Path, last_seq: int | None = None, *, damaged: bool = False) -> Scan:
     """What is in a segment that nobody writes; the one before ended with `last_seq`, or `damaged`."""
     hello, batches, unreadable = b"", 0, 0
+    last_seq = seq_before(path) if last_seq is None else last_seq
     reader = SegmentReader(path)
     try:
         while (record := reader.read()) is not None or reader.skip():
@@ -161,12 +167,22 @@ def scan_segment(path: Path, last_seq: int = -1, *, damaged: bool = False) -> Sc
                 hello = record.payload
             elif record.kind is Kind.BATCH:
                 if damaged:
-                    unreadable += max(0, record.seq - last_seq - 1)
+                    unreadable += missing_between(last_seq, record.seq)
                 batches, last_seq, damaged = batches + 1, record.seq, False
         return Scan(hello=hello, batches=batches, last_seq=last_seq, unreadable=unreadable,
                     torn=not reader.at_end(), size=reader.position())
     finally:
         reader.close()
+
+
+def seq_before(path: Path) -> int | None:
+    """The seq before the first one of a segment, where only its name is known: -1 for the first segment."""
+    return -1 if int(path.stem) == 0 else None
+
+
+def missing_between(last_seq: int | None, seq: int) -> int:
+    """How many batches damage took between two that can be read; `last_seq` is None where none was before."""
+    return 1 if last_seq is None else max(0, seq - last_seq - 1)
 
 
 def run_folder(root: Path, run: str) -> Path:

@@ -6,15 +6,15 @@ Every attempt has its own folder: a resumed run counts from seq 0 again and coll
 wholly acknowledged segments are deleted. There is no file of positions: after a crash a segment is sent
 again from its start, and the collector knows a batch by (attempt, producer, seq).
 
-A lock file says that a living process owns the folder; what a dead one left is taken over by `adopt`.
-A damaged record costs that record: reading goes on behind it.
+Claims say that a living process writes the folder, or sends it (claim.py). What a dead one left is taken over
+by `adopt`; what an offline job fills is sent by `fp8scope sync` (tail.py), which removes segments under the
+writer's hands. A damaged record costs that record: reading goes on behind it.
 
 The disk may fail, be full or vanish. Then the spool goes on in memory, within a limit, and every batch it
 has to give up is counted by reason in `lost`; nothing is raised to the caller. Segments are flushed to the
 device when they end: a killed process loses nothing, a power cut at most one segment.
 """
 
-import fcntl
 import logging
 import os
 import threading
@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 
+from fp8scope.claim import SENDER, WRITER, claim, claimed, enter_order, in_use, place, remove_folder
 from fp8scope.segment import (
     HEAD,
     MAGIC,
@@ -41,15 +42,17 @@ from fp8scope_protocol.series import layout_id
 LOG = logging.getLogger("fp8scope")
 
 SEGMENT_BYTES = 16 * 2**20
-LOCK = "lock"
 
 
 class Spool:
-    """First in, first out, across crashes. One thread appends, another one peeks and acknowledges."""
+    """First in, first out, across crashes. One thread appends, another one peeks and acknowledges.
+
+    With `sends` False another process may send what is written here.
+    """
 
     def __init__(
         self, folder: Path, *, limit: int, memory_limit: int, hello: bytes = b"",
-        segment_bytes: int = SEGMENT_BYTES,
+        segment_bytes: int = SEGMENT_BYTES, sends: bool = True,
     ) -> None:
         self.folder = folder
         self.hello = hello
@@ -59,22 +62,26 @@ class Spool:
         self.on_disk = True
         """False once the disk failed, or if another process owns the folder."""
         self._limit = limit
+        self._sends = sends
         self._memory_limit = memory_limit
         self._segment_bytes = min(segment_bytes, limit // 4)
         self._lock = threading.Lock()
         self._segments: deque[Segment] = deque()
         self._number = 0  # of the next segment
-        self._owner: int | None = None  # descriptor of the lock file
+        self._claims: list[int] = []  # descriptors
         self._writer: FileIO | None = None
         self._reader: SegmentReader | None = None
         self._written: set[str] = set()  # layouts in the segment being written
         self._heads: deque[Record] = deque()  # read from the oldest segment, not acknowledged
+        self._rescued: deque[Record] = deque()  # the same, of segments that a limit has removed since
         self._memory: deque[Record] = deque()
         self._memory_bytes = 0
         try:
             _make_folder(folder)
-            self._owner = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._claims.append(claim(folder, WRITER))
+            if sends:
+                self._claims.append(claim(folder, SENDER))
+            enter_order(folder, self._claims[0])
             self._recover()
         except OSError as error:
             self._leave_disk(error)
@@ -100,21 +107,23 @@ class Spool:
     def peek_many(self, most: int, most_bytes: int) -> list[Record]:
         """The oldest batches that are not acknowledged: one if there is any, more within both limits."""
         with self._lock:
-            while self._segments:
+            while self._segments and not self._rescued:
                 if self._segments[0].pending:
                     self._read(most, most_bytes)
                     if self._heads:
                         break
                 elif len(self._segments) > 1:
-                    self._remove_oldest()
+                    self._remove(self._segments[0])
                 else:
                     break
-            return first_of(self._heads or self._memory, most, most_bytes)
+            return first_of(self._rescued or self._heads or self._memory, most, most_bytes)
 
     def ack(self, record: Record) -> None:
         """Forget `record`, the oldest that `peek` returned. Harmless when a limit dropped it meanwhile."""
         with self._lock:
-            if self._memory and self._memory[0] is record:
+            if self._rescued and self._rescued[0] is record:
+                self._rescued.popleft()
+            elif self._memory and self._memory[0] is record:
                 self._memory_bytes -= len(self._memory.popleft().payload)
             elif self._heads and self._heads[0] is record:
                 self._heads.popleft()
@@ -123,11 +132,12 @@ class Spool:
     def pending(self) -> int:
         """How many batches are not acknowledged."""
         with self._lock:
-            return sum(segment.pending for segment in self._segments) + len(self._memory)
+            self._forget_forwarded()
+            return sum(segment.pending for segment in self._segments) + self.in_memory()
 
     def in_memory(self) -> int:
         """How many of them only this process has."""
-        return len(self._memory)
+        return len(self._memory) + len(self._rescued)
 
     def size(self) -> int:
         """Bytes on disk."""
@@ -144,18 +154,18 @@ class Spool:
         with self._lock:
             self._end_segment()
             while self._segments and self._segments[0].pending == 0:
-                self._remove_oldest()
+                self._remove(self._segments[0])
             self._end_reading()
-            if self._owner is None:
-                return
-            if not self._segments and self.on_disk:
-                _remove_folder(self.folder)
-            os.close(self._owner)
-            self._owner = None
+            self._forget_forwarded()
+            if self._claims and not self._segments and self.on_disk:
+                remove_folder(self.folder)
+            for descriptor in self._claims:
+                os.close(descriptor)
+            self._claims.clear()
 
     def _recover(self) -> None:
         """Take over segments that an earlier process left, without a torn last record."""
-        last_seq, damaged = -1, False
+        last_seq, damaged = None, False
         for path in segment_paths(self.folder):
             self._number = int(path.stem) + 1
             scan = scan_segment(path, last_seq, damaged=damaged)
@@ -222,23 +232,36 @@ class Spool:
     def _make_room(self, size: int) -> bool:
         """Drop oldest segments until one with a record of `size` fits; False if it never will."""
         needed = max(size + len(self.hello) + len(MAGIC) + HEAD.size, self._segment_bytes)
-        if needed > self._limit:
-            return False
-        self._drop_beyond(self._limit - needed)
-        return True
+        return needed <= self._limit and self._drop_beyond(self._limit - needed)
 
-    def _drop_beyond(self, limit: int) -> None:
-        while self._segments and sum(segment.size for segment in self._segments) > limit:
-            dropped = self._segments[0].pending
+    def _forget_forwarded(self) -> None:
+        """Segments that another process has sent and removed are neither there nor lost."""
+        if not self._sends:
+            self._segments = deque(segment for segment in self._segments if segment.path.exists())
+
+    def _drop_beyond(self, limit: int) -> bool:
+        """Drop the oldest segments until `limit` bytes are left, but none that another process is sending."""
+        self._forget_forwarded()
+        for segment in list(self._segments):
+            if sum(segment.size for segment in self._segments) <= limit:
+                break
+            if not self._sends and in_use(segment.path):
+                continue
+            reading = segment is self._segments[0]
+            if reading:  # they may be on their way already
+                self._rescued.extend(self._heads)
+            dropped = segment.pending - (len(self._heads) if reading else 0)
             if dropped and not self.lost["spool full"]:
                 LOG.warning("fp8scope: the spool %s is full; its oldest batches are dropped", self.folder)
             self.lost["spool full"] += dropped
-            self._remove_oldest()
+            self._remove(segment)
+        return sum(segment.size for segment in self._segments) <= limit
 
-    def _remove_oldest(self) -> None:
-        segment = self._segments.popleft()
-        self._heads.clear()
-        self._end_reading()
+    def _remove(self, segment: Segment) -> None:
+        if segment is self._segments[0]:
+            self._heads.clear()
+            self._end_reading()
+        self._segments.remove(segment)
         try:
             segment.path.unlink(missing_ok=True)
         except OSError as error:
@@ -313,24 +336,14 @@ def first_of(records: Iterable[Record], most: int, most_bytes: int) -> list[Reco
 
 
 def adopt(root: Path, run: str, *, limit: int) -> list[Spool]:
-    """Spools of `run` that no living process owns, the oldest attempt first, within `limit` bytes in all."""
-    folders = [path for path in run_folder(root, run).glob("*/*") if segment_paths(path) and not _owned(path)]
-    folders.sort(key=lambda path: (path / LOCK).stat().st_mtime)  # written once, when the attempt began
-    spools = [Spool(path, limit=limit, memory_limit=0) for path in folders]
+    """Spools of `run` that no living process works on, the oldest attempt first, within `limit` bytes."""
+    folders = [path for path in run_folder(root, run).glob("*/*")
+               if segment_paths(path) and not claimed(path, WRITER, SENDER)]
+    spools = [Spool(path, limit=limit, memory_limit=0) for path in sorted(folders, key=place)]
     for spool in reversed(spools):
         spool.trim(limit)
         limit -= spool.size()
     return spools
-
-
-def _owned(folder: Path) -> bool:
-    """True while a living process, this one included, holds the folder's lock."""
-    with (folder / LOCK).open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def _make_folder(folder: Path) -> None:
@@ -339,13 +352,3 @@ def _make_folder(folder: Path) -> None:
     own[0].parent.mkdir(parents=True, exist_ok=True)
     for path in own:
         path.mkdir(mode=0o700, exist_ok=True)
-
-
-def _remove_folder(folder: Path) -> None:
-    """Remove an empty spool and what it leaves empty above it; stops at the first that is in use."""
-    (folder / LOCK).unlink(missing_ok=True)
-    try:
-        for path in (folder, folder.parent, folder.parent.parent):
-            path.rmdir()
-    except OSError:
-        return  # rejected batches, or another attempt

@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -24,6 +25,7 @@ import msgspec
 from fp8scope.cadence import Cadence
 from fp8scope.control import DELAY, Answers, Inbox
 from fp8scope.derive import GRAD_NORM_WINDOW, derive_sentinels
+from fp8scope.letterbox import Letterbox, reader
 from fp8scope.outbox import Outbox
 from fp8scope.ranks import Ranks
 from fp8scope.reduction import MergedStep, Reduction, table_bytes
@@ -76,7 +78,7 @@ class Worker:
         self._cadence = cadence or Cadence(hello.every)
         self._grad_norms: deque[float] = deque(maxlen=GRAD_NORM_WINDOW)
         self._answers = Answers()
-        self._inbox = Inbox() if remote and ranks.leads and not settings.offline else None
+        self._inbox = Inbox() if remote and ranks.leads else None
         self._spool: Spool | None = None
         self._sender: Sender | None = None
         self._outbox: Outbox | None = None
@@ -142,8 +144,8 @@ class Worker:
             if lost := self._spool.in_memory():
                 LOG.warning("fp8scope: %d batches are lost: neither sent nor on disk", lost)
             if kept := self._spool.pending() - lost:
-                LOG.warning("fp8scope: %d batches are unsent; %s keeps them until the run is attached again",
-                            kept, self._spool.folder)
+                LOG.warning("fp8scope: %d batches are unsent; %s keeps them until the run is attached again "
+                            "or fp8scope sync sends them", kept, self._spool.folder)
             self._spool.close()
 
     def _inert(self) -> bool:
@@ -153,11 +155,14 @@ class Worker:
         settings, hello = self._settings, self.hello
         folder = spool_folder(settings.spool, hello.run, hello.attempt, hello.producer)
         self._spool = Spool(folder, limit=settings.spool_bytes, memory_limit=settings.queue_bytes,
-                            hello=encode_hello(hello))
+                            hello=encode_hello(hello), sends=not settings.offline)
+        announce: Callable[[], None] = _nothing
         if not settings.offline:
             self._sender = Sender(self._spool, settings=settings, run=hello.run, token=token,
                                   inbox=self._inbox, lost=self.lost)
-        announce = self._sender.wake if self._sender is not None else lambda: None
+            announce = self._sender.wake
+        elif self._inbox is not None:
+            announce = reader(Letterbox(folder), self._inbox.add, seconds=settings.poll_seconds)
         self._outbox = Outbox(self._spool, hello=hello, queue_bytes=settings.queue_bytes, lost=self.lost,
                               announce=announce)
 
@@ -268,6 +273,10 @@ class Worker:
             while len(self._results) > MOST_RESULTS:
                 del self._results[next(iter(self._results))]
             self._ready.notify_all()
+
+
+def _nothing() -> None:
+    """Nobody waits for a batch."""
 
 
 def _refused(commands: tuple[Command, ...], step: int, reason: str) -> tuple[CommandReport, ...]:

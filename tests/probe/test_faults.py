@@ -1,0 +1,202 @@
+"""A real training job while the collector, the network, the disk or the job itself fails.
+
+Each time: training goes on, what was acknowledged is stored once and in order, every other batch is counted
+by reason, and the count reaches the collector.
+"""
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.probe.training import TrainingJob
+
+from fp8scope.segment import segment_paths
+
+Starter = Callable[..., TrainingJob]
+
+
+@pytest.fixture
+def start(tmp_path: Path, peer: Any) -> Iterator[Starter]:
+    """Starts jobs that send to the peer; kills them after the test."""
+    with ExitStack() as stack:
+        lives = iter("abc")
+
+        def starter(*arguments: str, **environment: str) -> TrainingJob:
+            given = {"FP8SCOPE_COLLECTOR": peer.url, "FP8SCOPE_SPOOL": str(tmp_path / "spool"),
+                     "FP8SCOPE_RETRY_SECONDS": "0.2", "FP8SCOPE_EXIT_SECONDS": "30", **environment}
+            job = TrainingJob(tmp_path / f"job {next(lives)}", *arguments, **given)
+            stack.callback(job.kill)
+            return job
+
+        yield starter
+
+
+def attempts(peer: Any) -> list[str]:
+    """In the order in which the collector learned of them."""
+    return list(dict.fromkeys(one["attempt"] for one in peer.journal(method="POST")
+                              if one["path"].endswith("/attempts")))
+
+
+def stored(peer: Any, attempt: str) -> list[int]:
+    """Sequence numbers, in the order in which they were stored first."""
+    return [one["seq"] for one in peer.journal(status=200, duplicate=False, attempt=attempt)]
+
+
+def told(peer: Any, attempt: str) -> dict[str, int]:
+    """What of an attempt was lost, as the collector was told last."""
+    said = [one["lost"] for one in peer.journal(attempt=attempt) if "lost" in one]
+    return dict(said[-1]) if said else {}
+
+
+def down(peer: Any) -> None:
+    peer.stop()
+
+
+def says(**answer: Any) -> Callable[[Any], None]:
+    return lambda peer: peer.write("rules.json", {"always": answer})
+
+
+def slow(peer: Any) -> None:
+    peer.write("rules.json", {"seconds": 0.3})
+
+
+@pytest.mark.parametrize("fault", [
+    pytest.param(down, id="killed and restarted"),
+    pytest.param(says(status=429, headers={"Retry-After": "1"}), id="429"),
+    pytest.param(says(status=500), id="500"),
+    pytest.param(says(drop="after"), id="no answers"),
+    pytest.param(slow, id="slow"),
+])
+def test_training_goes_on_and_all_is_stored_once(
+    peer: Any, start: Starter, until: Any, fault: Callable[[Any], None]
+) -> None:
+    """In the middle of a run the collector fails, for 60 steps, and comes back: no step is missing."""
+    peer.start()
+    job = start()
+    until(lambda: peer.stored())
+    fault(peer)
+    job.advance(60)
+    (peer.folder / "rules.json").unlink(missing_ok=True)
+    if peer.process is None:
+        peer.start()
+    job.advance(20)
+    steps = job.end()
+    [attempt] = attempts(peer)
+    assert stored(peer, attempt) == list(range(steps))
+    assert told(peer, attempt) == {}
+
+
+@pytest.mark.parametrize("status", [400, 413])
+def test_what_is_refused_is_counted_and_told(peer: Any, start: Starter, until: Any, status: int) -> None:
+    """For a while the collector refuses everything: those batches are set aside, their number is known, and
+    the steps after are stored."""
+    peer.start()
+    job = start()
+    until(lambda: peer.stored())
+    says(status=status)(peer)
+    until(lambda: len(peer.journal(status=status)) > 5)
+    job.advance(20)
+    (peer.folder / "rules.json").unlink()
+    job.advance(20)
+    steps = job.end()
+    [attempt] = attempts(peer)
+    found = stored(peer, attempt)
+    assert found == sorted(found)
+    assert found[-1] == steps - 1
+    assert told(peer, attempt) == {"rejected": steps - len(found)}
+    assert steps > len(found)
+
+
+def test_a_killed_job_is_resumed_and_nothing_it_spooled_is_missing(peer: Any, start: Starter) -> None:
+    """SIGKILL while the collector is away; the run is resumed twice, once with a clock that was set back by a
+    day. All lives arrive, in the order in which they began, each from its first step on."""
+    killed = []
+    for arguments in ((), ("--resume", "--clock-back", "86400")):
+        job = start(*arguments)
+        job.advance(30)
+        job.kill()
+        killed.append(job)
+    folders = list((peer.folder.parent / "spool" / "run").iterdir())
+    assert len(folders) == 2
+    for folder in folders:  # whatever the files' own times say
+        for path in folder.rglob("*"):
+            os.utime(path, (1e9, 1e9))
+    peer.start()
+    job = start("--resume")
+    job.advance(5)
+    steps = job.end()
+    lives = attempts(peer)
+    assert len(lives) == 3
+    assert stored(peer, lives[2]) == list(range(steps))
+    for attempt, job in zip(lives[:2], killed, strict=True):
+        found = stored(peer, attempt)
+        assert found == list(range(len(found)))
+        assert len(found) >= job.steps() - 3  # what was on its way from the device died with the job
+        assert told(peer, attempt) == {}
+    sent = {one.header.attempt: one.header.sent_ns for one in peer.batches()}
+    assert sent[lives[1]] < sent[lives[0]]  # the clock really was set back
+    assert not (peer.folder.parent / "spool" / "run").exists()
+
+
+def test_a_torn_spool_costs_the_torn_record(peer: Any, start: Starter) -> None:
+    """The job is killed and its last record torn: the next life sends the rest, and tells of one lost batch
+    of the earlier attempt."""
+    job = start()
+    job.advance(30)
+    job.kill()
+    [folder] = (peer.folder.parent / "spool" / "run").glob("*/*")
+    [path] = segment_paths(folder)
+    os.truncate(path, path.stat().st_size - 7)
+    peer.start()
+    job = start("--resume")
+    job.advance(5)
+    job.end()
+    first, _ = attempts(peer)
+    found = stored(peer, first)
+    assert found == list(range(len(found)))
+    assert told(peer, first) == {"torn": 1}
+
+
+def test_a_full_spool_gives_up_its_oldest_segments(peer: Any, start: Starter) -> None:
+    """The collector is away until the spool's limit is reached: the oldest steps go, counted."""
+    job = start(FP8SCOPE_SPOOL_BYTES="65536")
+    job.advance(200)
+    peer.start()
+    job.advance(20)
+    steps = job.end()
+    [attempt] = attempts(peer)
+    found = stored(peer, attempt)
+    assert found == sorted(found)
+    assert found[-1] == steps - 1
+    assert told(peer, attempt) == {"spool full": steps - len(found)}
+    assert steps > len(found)
+
+
+def test_a_full_disk_is_lived_with(peer: Any, start: Starter, tmp_path: Path) -> None:
+    """The spool is on a file system of 128 KiB and the collector is away: when the disk is full the probe
+    keeps a limited amount in memory, and what it gives up is counted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k,mode=700", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small file system needs privileges")
+    try:
+        job = start(FP8SCOPE_SPOOL=str(disk / "spool"), FP8SCOPE_QUEUE_BYTES="65536")
+        job.advance(350)
+        assert "up to 65536 bytes are kept in memory instead" in job.said()
+        peer.start()
+        job.advance(20)
+        steps = job.end()
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    [attempt] = attempts(peer)
+    found = stored(peer, attempt)
+    assert found == sorted(found)
+    assert found[-1] == steps - 1
+    lost = told(peer, attempt)
+    assert set(lost) == {"memory full"}
+    assert lost["memory full"] == steps - len(found)
