@@ -206,12 +206,12 @@ def _add_slice(row: RowSums, part: _Slice, how: _How) -> None:
     }
     counts, maxes = _fates(part, how)
     block_counts, block_sums, block_maxes = _blocks(part, x2, e2, how)
-    row.counts.add_(_packed(COUNT_COLUMNS, counts | block_counts, row.counts.new_zeros(())))
-    row.sums.add_(_packed(SUM_COLUMNS, sums | block_sums, row.sums.new_zeros(())))
+    row.counts.add_(packed(COUNT_COLUMNS, counts | block_counts, row.counts.new_zeros(())))
+    row.sums.add_(packed(SUM_COLUMNS, sums | block_sums, row.sums.new_zeros(())))
     least = row.maxes.new_full((), -math.inf)
-    torch.maximum(row.maxes, _packed(MAX_COLUMNS, maxes | block_maxes, least), out=row.maxes)
+    torch.maximum(row.maxes, packed(MAX_COLUMNS, maxes | block_maxes, least), out=row.maxes)
     if how.histogram:
-        row.histogram.add_(_exponents(part.y * coded.float().unsqueeze(-1)))
+        row.histogram.add_(exponent_counts(part.y * coded.float().unsqueeze(-1)))
 
 
 Cells = dict[str, Tensor]
@@ -291,7 +291,7 @@ def _smallest_nonzero(x: Tensor) -> Tensor:
     return torch.where(bits == 0x7FFFFFFF, math.inf, (bits + 1).view(torch.float32))
 
 
-def _exponents(y: Tensor) -> Tensor:
+def exponent_counts(y: Tensor) -> Tensor:
     """Counts of floor(log2 |y|) over nonzero y, int64 [40], both ends open."""
     exponents = (y.view(torch.int32) >> 23 & 0xFF).flatten()  # biased by 127; 0 for zeros and subnormals
     if y.is_cuda:  # bincount would wait for the device
@@ -307,6 +307,6 @@ def _exponents(y: Tensor) -> Tensor:
     return counts
 
 
-def _packed(columns: tuple[str, ...], cells: Cells, absent: Tensor) -> Tensor:
+def packed(columns: tuple[str, ...], cells: Cells, absent: Tensor) -> Tensor:
     """One value per column, [len(columns)]; `absent` where `cells` has none."""
     return torch.stack([cells.get(name, absent) for name in columns])

@@ -37,12 +37,12 @@ class Rows:
         return self._tables.row(index)
 
     def add(self, series: Sequence[Series], *, elements: Sequence[int], sums: dict[str, Tensor]) -> None:
-        """Adds one call to each of several rows at once: its elements, and columns of sums, [S] each."""
+        """Adds to several rows at once: a call with its elements, if any, and columns of sums, [S] each."""
         for one in series:
             self.row(one)
         rows = torch.tensor([self._index[one.key] for one in series]).to(self.device, non_blocking=True)
-        counts = torch.tensor([[number, 1] for number in elements]).to(self.device, non_blocking=True)
-        self._tables.counts[:, :2].index_add_(0, rows, counts)
+        counts = torch.tensor([[number, min(number, 1)] for number in elements])
+        self._tables.counts[:, :2].index_add_(0, rows, counts.to(self.device, non_blocking=True))
         for column, values in sums.items():
             here = values.to(self.device, non_blocking=True)
             self._tables.sums[:, SUM_COLUMNS.index(column)].index_add_(0, rows, here)

@@ -31,6 +31,7 @@ from fp8scope.precision import set_precision
 from fp8scope.rows import Rows
 from fp8scope.sentinels import Number, Sentinels
 from fp8scope.states import StateRecorder, measure_states
+from fp8scope.stored_rows import measure_stored
 from fp8scope.sums import SentinelSums, StepRecord, StepWorker
 from fp8scope.twins import Twins
 from fp8scope.updates import Samples, Updates
@@ -85,9 +86,9 @@ class Scope:
                             rank=worker.rank, world=worker.world)
         self._sentinels = Sentinels(device, world=worker.world)
         self._places = parameter_places(model)
-        samples = Samples(self._watch, self._places)
-        self._updates = Updates(self._watch, samples, self._sentinels)
-        self._twins = Twins(self._watch, samples)
+        self._samples = Samples(self._watch, self._places)
+        self._updates = Updates(self._watch, self._samples, self._sentinels)
+        self._twins = Twins(self._watch, self._samples)
         self._handles = self._install()
         self._begin()
         self._told_missing = False
@@ -223,6 +224,8 @@ class Scope:
                 self._updates.after(optimizer)
         if self._watch.detailed:
             measure_states(optimizer, self._places, self._watch)
+            with self._watch.guarded("optimizer"):
+                measure_stored(optimizer, self._samples, self._watch)
         with self._watch.guarded("twins"):
             self._twins.after(optimizer)
 

@@ -97,4 +97,5 @@ def _is_mine(watch: Watch, parameter: Tensor, place: ParameterPlace) -> bool:
 
 
 def _is_high_precision(x: Tensor, parameter: Tensor) -> bool:
-    return x.is_floating_point() and x.element_size() > 1 and x.shape == parameter.shape
+    ordinary = type(local(x)) is Tensor  # torchao's are of a class of their own, see stored_rows
+    return ordinary and x.is_floating_point() and x.element_size() > 1 and x.shape == parameter.shape

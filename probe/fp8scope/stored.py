@@ -1,6 +1,7 @@
 """Reading moments as an optimizer has stored them: the elements of a sample, decoded to fp32.
 
     floating point    exp_avg, exp_avg_sq shaped like the parameter, in 16 or 32 bits
+    torchao, bitsandbytes    codes, see `codes`
     ours              E4M3 codes, scales of [1,128] tiles in exp_avg_scale, exp_avg_sq_scale; of v its root
 
 A state that does not exist yet reads as zeros, which is what it will start as.
@@ -12,12 +13,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8scope.bitsandbytes_states import bitsandbytes_codes
+from fp8scope.codes import Codes
 from fp8scope.quantize import DTYPES, decode
 from fp8scope.sample import Part, Sample
 from fp8scope.sharding import local
+from fp8scope.torchao_states import torchao_codes
 from fp8scope_protocol.formats import TILE
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+BITSANDBYTES = {"exp_avg": "state1", "exp_avg_sq": "state2"}
 FORMAT_OF = {DTYPES[name]: name for name in ("e4m3", "e5m2", "int8", "bf16")}
 
 State = Mapping[str, Any]
@@ -40,14 +45,21 @@ class Moments(NamedTuple):
 
 def is_readable(parameter: Tensor, state: State) -> bool:
     """Whether `read_moments` knows how `state` stores the moments of a parameter."""
-    return not state or _is_floating(parameter, state) or _is_ours(parameter, state)
+    return not state or is_plain(parameter, state) or _is_ours(parameter, state) or _is_coded(state)
+
+
+def codes_of(state: State, key: str) -> Codes | None:
+    """The moment `key` of a parameter, where another library stores it as codes."""
+    return torchao_codes(state, key) or bitsandbytes_codes(state, key)
 
 
 def stored_as(parameter: Tensor, state: State) -> StoredAs | None:
     """How the second moment is stored; None if in 32 bits or more, so that nothing is lost, or not yet."""
     if _is_ours(parameter, state):
         return StoredAs("e4m3", "tile 1x128", "stochastic")
-    if _is_floating(parameter, state) and (name := FORMAT_OF.get(state["exp_avg_sq"].dtype)) is not None:
+    if _is_coded(state) and (codes := codes_of(state, "exp_avg_sq")) is not None:
+        return StoredAs(codes.format, codes.scaling, "nearest")
+    if is_plain(parameter, state) and (name := FORMAT_OF.get(_moment(state, "exp_avg_sq").dtype)) is not None:
         return StoredAs(name, "none", "nearest")
     return None
 
@@ -55,8 +67,8 @@ def stored_as(parameter: Tensor, state: State) -> StoredAs | None:
 def read_moments(sample: Sample, states: list[State]) -> Moments:
     """The moments of a sample, given the state of each of its parts, all of them readable."""
     pairs = list(zip(sample.parts, states, strict=True))
-    if all(_is_floating(part.parameter, state) for part, state in pairs):
-        m, v = (sample.gather([local(state[key]) for state in states]).float() for key in MOMENTS)
+    if all(is_plain(part.parameter, state) for part, state in pairs):
+        m, v = (sample.gather([local(_moment(state, key)) for state in states]).float() for key in MOMENTS)
         return Moments(m, v)
     found = [_read(part, state, sample.device) for part, state in pairs]
     return Moments(*(torch.cat(parts) for parts in zip(*found, strict=True)))
@@ -66,10 +78,13 @@ def _read(part: Part, state: State, device: torch.device) -> Moments:
     if not state:
         return Moments(torch.zeros(part.elements, device=device), torch.zeros(part.elements, device=device))
     at = part.indices(device)
-    if _is_floating(part.parameter, state):
-        m, v = (local(state[key]).reshape(-1)[at].float() for key in MOMENTS)
+    if is_plain(part.parameter, state):
+        m, v = (local(_moment(state, key)).reshape(-1)[at].float() for key in MOMENTS)
         return Moments(m, v)
-    return _read_ours(state, at)
+    if _is_ours(part.parameter, state):
+        return _read_ours(state, at)
+    m, v = (codes.decoded(at) for key in MOMENTS if (codes := codes_of(state, key)) is not None)
+    return Moments(m, v)
 
 
 def _read_ours(state: State, at: Tensor) -> Moments:
@@ -84,12 +99,21 @@ def _tiled(codes: Tensor, scales: Tensor, at: Tensor) -> Tensor:
     return values * scales[at // columns, at % columns // TILE]
 
 
-def _is_floating(parameter: Tensor, state: State) -> bool:
+def is_plain(parameter: Tensor, state: State) -> bool:
+    """Whether the moments are ordinary floating tensors."""
     shape = local(parameter).shape
     return all(
-        isinstance(x := state.get(key), Tensor) and type(y := local(x)) in (Tensor, torch.nn.Parameter)
+        isinstance(x := _moment(state, key), Tensor) and type(y := local(x)) in (Tensor, torch.nn.Parameter)
         and y.is_floating_point() and y.element_size() > 1 and y.shape == shape for key in MOMENTS
     )
+
+
+def _moment(state: State, key: str) -> Any:
+    return state.get(key, state.get(BITSANDBYTES[key]))
+
+
+def _is_coded(state: State) -> bool:
+    return all(codes_of(state, key) is not None for key in MOMENTS)
 
 
 def _is_ours(parameter: Tensor, state: State) -> bool:

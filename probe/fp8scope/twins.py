@@ -51,7 +51,7 @@ class Twin:
         self.counts: list[float] | None = None
         """Steps of each part after the last one that the twin has seen; None where they are on a GPU."""
         self.stored: Moments | None = None
-        """The stored moments before a sampled step."""
+        """The stored moments before a detailed step."""
         self.weights: Tensor | None = None
         """Before the step, where they decay through the gradient."""
         self.advanced = False
@@ -99,12 +99,12 @@ class Twins:
         old = self._twins.pop(id(optimizer), {})
         self._twins[id(optimizer)] = now = {}
         for form, sample in self.samples.of(optimizer):
-            known = form.lazy or (sample in old and not self.watch.sampling and old[sample] is None)
+            known = form.lazy or (sample in old and not self.watch.detailed and old[sample] is None)
             now[sample] = twin = None if known else self._twin(optimizer, sample, old.get(sample))
             if twin is None:
                 continue
             states = [state_of(optimizer, part.parameter) for part in twin.sample.parts]
-            twin.stored = read_moments(twin.sample, states) if self.watch.sampling else None
+            twin.stored = read_moments(twin.sample, states) if self.watch.detailed else None
             twin.weights = weights_of(twin.sample) if form.weight_decay and not form.decoupled else None
             twin.advanced = False
             if ready:
@@ -112,7 +112,7 @@ class Twins:
 
     def after(self, optimizer: Optimizer) -> None:
         """The step is done."""
-        if self.watch.sampling:
+        if self.watch.detailed:
             self._announce(optimizer)
         for form, sample in self.samples.of(optimizer):
             twin = self._twins.get(id(optimizer), {}).get(sample)
@@ -142,7 +142,7 @@ class Twins:
 
     def _twin(self, optimizer: Optimizer, sample: Sample, twin: Twin | None) -> Twin | None:
         """`twin` if it still fits, else one from the states as they are now."""
-        if twin is not None and not self.watch.sampling and twin.follows(optimizer):
+        if twin is not None and not self.watch.detailed and twin.follows(optimizer):
             return twin
         states = [state_of(optimizer, part.parameter) for part in sample.parts]
         pairs = list(zip(sample.parts, states, strict=True))
@@ -160,7 +160,7 @@ class Twins:
 
     def _advance(self, optimizer: Optimizer, form: AdamForm, twin: Twin, states: list[State], *,
                  ahead: int) -> None:
-        """One exact step of the twin; in sampled steps the one from the stored moments beside it."""
+        """One exact step of the twin; in detailed steps the one from the stored moments beside it."""
         twin.advanced = True
         moved = [i for i, part in enumerate(twin.sample.parts) if part.parameter.grad is not None]
         if not moved:
@@ -191,8 +191,13 @@ class Twins:
             which = torch.tensor(kept).to(sample.device, non_blocking=True)
             self.watch.rows.add(
                 [_series(part.place, one) for part, one in pairs],
-                elements=[part.elements if one.format == "bf16" else 0 for part, one in pairs],
+                elements=[0 if _is_counted(one) else part.elements for part, one in pairs],
                 sums={key: values[which] for key, values in sums.items()})
+
+
+def _is_counted(one: StoredAs) -> bool:
+    """Whether the states of a detailed step bring their elements by themselves."""
+    return one.scaling != "none"
 
 
 def _pruned(twin: Twin, states: list[State]) -> Twin | None:

@@ -25,7 +25,7 @@ from fp8scope.sample import Sample, draw
 from fp8scope.sentinels import Sentinels
 from fp8scope.sharding import local
 from fp8scope.states import Places
-from fp8scope.stored import FORMAT_OF, Moments, State, is_readable, read_moments
+from fp8scope.stored import FORMAT_OF, Moments, State, is_plain, is_readable, read_moments
 from fp8scope.watch import Watch
 from fp8scope_protocol.series import Series
 
@@ -81,6 +81,8 @@ class Updates:
             if not moved:
                 continue
             some, found = sample.only(moved), [states[i] for i in moved]
+            if not self.watch.detailed and not all(map(is_plain, (p.parameter for p in some.parts), found)):
+                continue  # reading codes takes some launches a parameter
             moments = read_moments(some, found)
             u = form.direction(some, *moments, steps_of(found, some.device))
             if getattr(optimizer, "step_stats", None) is None:

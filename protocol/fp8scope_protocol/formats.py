@@ -41,6 +41,8 @@ class Format:
     mantissa_bits: int
     sqnr_floor_db: float
     """Of a Gaussian tensor in tiles of 128, rounded to nearest; in E8M0 groups of 32 for `mxfp8`."""
+    stored_only: bool = False
+    """Read where an optimizer has stored it; not offered as a what-if."""
 
     @property
     def is_integer(self) -> bool:
@@ -79,7 +81,18 @@ MXFP8 = Format(name="mxfp8", largest=448.0, smallest_subnormal=2.0**-9, smallest
 BF16 = Format(name="bf16", largest=3.3895313892515355e38, smallest_subnormal=2.0**-133,
               smallest_normal=2.0**-126, mantissa_bits=7, sqnr_floor_db=55.9)
 
-FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, INT8, INT4, MXFP8, BF16)}
+DYNAMIC8 = Format(name="dynamic8", largest=1.0, smallest_subnormal=5.5e-7, smallest_normal=5.5e-7,
+                  mantissa_bits=6, sqnr_floor_db=39.8, stored_only=True)
+"""The dynamic map of 8-bit optimizers (arXiv 2110.02861): seven decades, more steps in the higher ones."""
+DYNAMIC4 = Format(name="dynamic4", largest=1.0, smallest_subnormal=5.5e-3, smallest_normal=5.5e-3,
+                  mantissa_bits=2, sqnr_floor_db=16.6, stored_only=True)
+"""The dynamic map of 4-bit optimizers (arXiv 2309.01507), for the first moment."""
+LINEAR4 = Format(name="linear4", largest=1.0, smallest_subnormal=2.0**-4, smallest_normal=2.0**-4,
+                 mantissa_bits=3, sqnr_floor_db=24.2, stored_only=True)
+"""Sixteen even steps without zero, for the second; the floor is that of a Gaussian's magnitude."""
+
+FORMATS: dict[str, Format] = {
+    f.name: f for f in (E4M3, E5M2, INT8, INT4, MXFP8, BF16, DYNAMIC8, DYNAMIC4, LINEAR4)}
 
 TILE = 128
 """Edge of tiles and blocks, in elements."""

@@ -9,6 +9,7 @@ optimizers (bitsandbytes, torchao): states have no rows that a GEMM would care f
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import Format, check_pair, parse_format, parse_scaling
 
 STATES = ("exp_avg", "exp_avg_sq", "momentum")
@@ -43,6 +44,8 @@ def parse_recipe(name: str) -> Recipe:
     """The recipe called `format` or `format/scaling`; `Invalid` where there is none, naming near misses."""
     format_name, slash, scaling = name.partition("/")
     element = parse_format(format_name)
+    if element.stored_only:
+        raise Invalid("formats", name, "is read where an optimizer has stored it, not offered as a what-if")
     if slash:
         check_pair(element, parse_scaling(scaling))
     return Recipe(element=element, scaling=scaling)
