@@ -37,7 +37,10 @@ SMALLEST_PART = 16 * 2**10
 
 
 class Line:
-    """Requests to `settings.collector` from one thread; `where` is named as the place where batches wait."""
+    """Requests to `settings.collector` from one thread; `where` is named as the place where batches wait.
+
+    Entering opens it, which reads certificates: not in a training thread, and it may raise.
+    """
 
     def __init__(self, settings: ProbeSettings, *, token: str | None, where: Path) -> None:
         self.most_batches = 1
@@ -55,14 +58,22 @@ class Line:
         self._failures = 0
         self._trouble = ""
         self._random = random.Random()  # the module's own generator is the job's
-        self._client = _client(settings.collector, token)
+        self._token = token
+        self._opened: httpx.Client | None = None
 
     def __enter__(self) -> Self:
+        self._opened = _client(self._settings.collector, self._token)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self._client.close()
+        if self._opened is not None:
+            self._opened.close()
+
+    @property
+    def _client(self) -> httpx.Client:
+        assert self._opened is not None, "the line is not open"
+        return self._opened
 
     def request(self, method: str, path: str, content: bytes | None = None) -> httpx.Response | None:
         """The answer, or None when there was none, in which case a pause is set. `path` is behind /runs/."""

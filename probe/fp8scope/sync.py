@@ -16,7 +16,10 @@ import signal
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
+
+import httpx
 
 from fp8scope.claim import place
 from fp8scope.delivery import Delivery
@@ -27,7 +30,7 @@ from fp8scope.segment import SUFFIX
 from fp8scope.settings import ProbeSettings, read_settings
 from fp8scope.tail import Tail
 from fp8scope_protocol.access import read_token
-from fp8scope_protocol.errors import Invalid
+from fp8scope_protocol.errors import Fp8scopeError, Invalid
 
 LOG = logging.getLogger("fp8scope")
 
@@ -180,7 +183,11 @@ def main(argv: list[str]) -> int:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: _interrupt(stop))
-    with Line(settings, token=read_token(), where=options.dir) as line:
+    with ExitStack() as stack:
+        try:
+            line = stack.enter_context(Line(settings, token=read_token(), where=options.dir))
+        except (OSError, ValueError, httpx.InvalidURL) as error:
+            raise Fp8scopeError(f"{error}; see SSL_CERT_FILE, HTTP_PROXY and HTTPS_PROXY") from None
         return Sync(options.dir, line, settings=settings, follow=options.follow, stop=stop).run()
 
 

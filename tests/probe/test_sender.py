@@ -448,6 +448,19 @@ def test_a_job_that_logs_everything_is_not_drowned(
     assert "HTTP Request" not in caplog.text
 
 
+def test_certificates_that_are_missing_reach_nobody(
+    peer: Any, open_line: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What httpx raises when it is set up is not raised where the probe is attached; the spool keeps all."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "no such file"))
+    line = open_line(collector="https://127.0.0.1:9")
+    line.put(0, 1)
+    line.close()
+    assert line.spool.pending() == 2
+    assert "the sender stopped; batches stay in" in caplog.text
+
+
 def test_the_thread_ends(peer: Any, open_line: Opener) -> None:
     """After closing no thread of the sender is left."""
     peer.start()

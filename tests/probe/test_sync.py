@@ -209,3 +209,14 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert code == 2
     assert len(shown) == 1
     assert said in shown[0]
+
+
+def test_certificates_that_are_missing_are_one_line(
+    sync: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What httpx raises when it is set up is no traceback either."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "no such file"))
+    code, shown = ended(sync(tmp_path))
+    assert code == 2
+    assert len(shown) == 1
+    assert "see SSL_CERT_FILE" in shown[0]
