@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8scope.arguments import bare, check_unattached, is_whole
+from fp8scope.attention import install_attention
 from fp8scope.fidelity import Loss, measure_fidelity
 from fp8scope.hooks import install
 from fp8scope.inert import Inert, InertObserver, can_report
@@ -186,6 +188,8 @@ class Scope:
 
     def _install(self) -> list[RemovableHandle]:
         handles = install(self._layers, self._watch)
+        handles += install_attention(self._model, self._watch,
+                                     partial(self._sentinels.add, "attn_logit_bound"))
         handles.append(self._model.register_forward_pre_hook(RootHook(self._on_forward), prepend=True))
         for optimizer in self._optimizers:
             handles.append(optimizer.register_step_pre_hook(self._before_optimizer))

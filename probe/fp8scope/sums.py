@@ -95,6 +95,7 @@ SENTINEL_MAX_COLUMNS = (
     "scale_staleness_bits",
     "loss_scale",
     "lr",
+    "attn_logit_bound",
     "skipped",  # 1 where an optimizer skipped the step by itself: a mark of the step, not a sentinel
 )
 
@@ -173,7 +174,7 @@ class SumTables:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentinelSums:
-    """Per-step numbers of the whole job before reduction: sums [9] add up, maxes [5] take the maximum."""
+    """Per-step numbers of the whole job before reduction: sums [9] add up, maxes [6] take the maximum."""
 
     sums: Tensor
     maxes: Tensor

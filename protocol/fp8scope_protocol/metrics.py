@@ -155,6 +155,8 @@ _SENTINELS = (
            definition="share of second moments that are exactly zero where the first moment is not"),
     Metric(key="update_weight_ratio", unit="ratio", group="sentinel", merge="max",
            definition="||lr u|| / ||w|| over all parameters"),
+    Metric(key="attn_logit_bound", unit="value", group="sentinel", merge="max",
+           definition="max ||q|| max ||k|| / sqrt(d) over heads and tokens of a forward, the worst layer"),
     Metric(key="scale_staleness_bits", unit="log2", group="sentinel", merge="max",
            definition="the worst scale staleness of any delayed-scaling layer"),
     Metric(key="nonfinite_count", unit="tensors", kind="count", group="sentinel", merge="sum",
