@@ -64,7 +64,8 @@ class LayerProbe:
         self._series: dict[tuple[str, ...], Series] = {}
 
     def series(
-        self, role: str, orientation: str, element: Format, scaling: str, policy: str = "current"
+        self, role: str, orientation: str, element: Format, scaling: str, policy: str = "current", *,
+        live: bool = False,
     ) -> Series:
         """The series of one of this layer's tensors."""
         key = (role, orientation, element.name, scaling)
@@ -73,17 +74,22 @@ class LayerProbe:
             self._series[key] = Series(
                 name=layer.weight_name if weight else layer.name, role=role,  # type: ignore[arg-type]
                 orientation=orientation, format=element.name, scaling=scaling,  # type: ignore[arg-type]
-                policy=policy, live=layer.in_situ, module=layer.name, depth=layer.depth,
+                policy=policy, live=live or layer.in_situ, module=layer.name, depth=layer.depth,
                 aliases=layer.weight_aliases if weight else layer.aliases,
             )
         return self._series[key]
 
     def add_operand(self, role: str, x: Tensor) -> None:
         """x [R, C] as a what-if, in all formats: along its rows, in a detailed step also x.t(), for wgrad."""
-        for element, scaling in what_ifs(self.watch.recipes, role):
-            self.watch.measure(self.series(role, "rowwise", element, scaling), x, element)
-            if self.watch.detailed:
-                self.watch.measure(self.series(role, "columnwise", element, scaling), x.t(), element)
+        views = {"rowwise": x, "columnwise": x.t()} if self.watch.detailed else {"rowwise": x}
+        for orientation, view in views.items():
+            cast = self.layer.live.get((role, orientation))
+            if cast is not None:
+                series = self.series(role, orientation, cast.element, cast.scaling, live=True)
+                self.watch.measure(series, view, cast.element, power_of_two=cast.power_of_two)
+            for element, scaling in what_ifs(self.watch.recipes, role):
+                if cast is None or (element, scaling) != cast[:2]:
+                    self.watch.measure(self.series(role, orientation, element, scaling), view, element)
 
     def add_sample(self, x: Tensor, scales: Tensor | None = None) -> WgradSample | None:
         """Columns of x [M, K], the first input of a step, for the error of the weight's gradient."""
@@ -256,6 +262,10 @@ def _measure_operands(probe: LayerProbe, module: nn.Module, inputs: Any) -> None
                 watch.largest(series, GEMM_ERROR, gemm_error(
                     x, matrix(weight), recipe.element, x_scaling=scaling,
                     weight_scaling=recipe.scaling_of("weight")))
+    cast = probe.layer.live.get(("weight", "rowwise"))
+    if cast is not None:
+        probe.add_weight(probe.series("weight", "rowwise", cast.element, cast.scaling, live=True), weight,
+                         cast.element, power_of_two=cast.power_of_two)
     for element, scaling in what_ifs(watch.recipes, "weight"):
         probe.add_weight(probe.series("weight", "rowwise", element, scaling), weight, element)
 

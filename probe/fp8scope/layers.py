@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fp8scope.inert import can_report
+from fp8scope.torchao_linear import LiveCasts, live_casts
 from fp8scope_protocol.series import canonical_name
 from fp8scope_protocol.wire import Unobserved
 
@@ -33,6 +34,8 @@ class Layer:
     weight_aliases: tuple[str, ...]
     in_situ: bool
     """True when the layer quantizes by itself and reports what it did."""
+    live: LiveCasts
+    """What the layer casts by itself without reporting it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +63,7 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
         layers.append(Layer(
             name=name, module=module, depth=depth, index=len(layers), aliases=tuple(aliases),
             weight_name=place.name if place else own, weight_aliases=place.aliases if place else (),
-            in_situ=can_report(module),
+            in_situ=can_report(module), live=live_casts(module),
         ))
     return tuple(layers)
 
