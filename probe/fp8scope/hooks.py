@@ -4,8 +4,9 @@
     forward hook        puts a tensor hook on each output that wants a gradient
     tensor hook         gradient of the output
 
-Only the pre-hook stays on a layer; in a measured step it adds the forward hook for the call under way. So a
-call off cadence costs one look at a flag, less than any forward hook (`benchmarks/probe_overhead.py`).
+Off cadence the pre-hook costs one look at a flag; in a measured step it adds the forward hook for the call
+under way (`benchmarks/probe_overhead.py`). The forward hook that stays is for `torch.compile` only: traced, it
+measures nothing itself and puts operations into the graph (compiled.py), whose bodies come back here.
 
 What-if and in-situ. A plain `nn.Linear` is measured as if it quantized its operands with current scales:
 activation and gradient in both orientations, in the formats and scalings of `Watch.recipes`. A module with an
@@ -21,8 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
+from fp8scope.compiled import Key, trace_call
 from fp8scope.gemm import WgradSample, gemm_error, sample_columns, wgrad_row_error_max
 from fp8scope.inert import Inert, InertObserver
 from fp8scope.layers import Layer, weight_of
@@ -44,7 +47,9 @@ def install(layers: tuple[Layer, ...], watch: Watch) -> list[RemovableHandle]:
     for layer in layers:
         probe = LayerProbe(layer, watch)
         handles.append(layer.module.register_forward_pre_hook(ForwardPreHook(probe), with_kwargs=True))
-        if layer.in_situ:
+        if not layer.in_situ:
+            handles.append(layer.module.register_forward_hook(TracedHook(probe), with_kwargs=True))
+        else:
             layer.module.observer = InSituObserver(probe)  # type: ignore[assignment]
     return handles
 
@@ -61,6 +66,7 @@ class LayerProbe:
         """Whether the forward under way is measured."""
         self.sample: WgradSample | None = None
         """What the forward under way keeps of its input."""
+        self.key = Key(self, watch.rows.device)
         self._series: dict[tuple[str, ...], Series] = {}
 
     def series(
@@ -118,6 +124,22 @@ class LayerProbe:
             watch.measure(series, matrix(weight), element, scales=scales, power_of_two=power_of_two)
 
 
+    def operands(self, x: Tensor, weight: Tensor, call: int) -> None:
+        """One call in a compiled region; see `compiled.Traced`."""
+        watch, name = self.watch, self.layer.name
+        if watch.sampling and watch.is_first_pass(self.layer.module):
+            watch.ran.add(name)
+            with watch.guarded(name):
+                _measure_operands(self, weight, [x])
+                watch.calls.setdefault(name, {})[call] = self.sample
+            self.sample = None
+
+    def gradient(self, dy: Tensor, call: int) -> None:
+        """The gradient of the output of that call."""
+        if self.watch.sampling:
+            GradientHook(self, self.watch.sample_of(self.layer.name, call))(dy)
+
+
 class ForwardPreHook(Inert):
     """Measures what goes into a layer, before the layer can change it in place."""
 
@@ -126,7 +148,7 @@ class ForwardPreHook(Inert):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         probe = self.probe
-        if torch.compiler.is_compiling() or not probe.watch.sampling:  # compiled: listed as unobserved
+        if torch.compiler.is_compiling() or not probe.watch.sampling:  # compiled: see TracedHook
             return
         probe.inside, probe.live = True, probe.watch.counts(module)
         after = ForwardHook(probe)
@@ -136,7 +158,7 @@ class ForwardPreHook(Inert):
             probe.watch.ran.add(probe.layer.name)
             if not probe.layer.in_situ:
                 with probe.watch.guarded(probe.layer.name):
-                    _measure_operands(probe, module, (args, kwargs))
+                    _measure_inputs(probe, module, (args, kwargs))
 
 
 class ForwardHook(Inert):
@@ -159,6 +181,19 @@ class ForwardHook(Inert):
                 for y in tensors_in(output):
                     if y.requires_grad:
                         y.register_hook(GradientHook(probe, sample))  # type: ignore[no-untyped-call]
+
+
+class TracedHook(Inert):
+    """What `torch.compile` sees of the probe: both hooks in one, as inside of checkpointing nothing may be
+    kept from one to the other. An input that the layer changes in place is seen changed."""
+
+    def __init__(self, probe: LayerProbe) -> None:
+        self.key, self.anchor = probe.key.tensor, probe.watch.anchor
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if is_dynamo_compiling() and module.training and torch.is_grad_enabled():
+            return trace_call(self.key, self.anchor, module._parameters.get("weight"), (args, kwargs), output)
+        return None
 
 
 class GradientHook(Inert):
@@ -239,8 +274,8 @@ class InSituObserver(InertObserver):
             self.probe.watch.largest(series, WGRAD_ROW_ERROR, error)
 
 
-def _measure_operands(probe: LayerProbe, module: nn.Module, inputs: Any) -> None:
-    """Inputs of a plain linear; its weight and the error of the product in the first call of a step."""
+def _measure_inputs(probe: LayerProbe, module: nn.Module, inputs: Any) -> None:
+    """What goes into a plain linear."""
     weight, watch, name = weight_of(module), probe.watch, probe.layer.name
     if weight is None:
         watch.unobserved(name, "no weight that can be read without computing it (parametrized)")
@@ -248,7 +283,13 @@ def _measure_operands(probe: LayerProbe, module: nn.Module, inputs: Any) -> None
     found = [x for x in tensors_in(inputs) if x.is_floating_point() and x.shape[-1:] == weight.shape[-1:]]
     if not found:
         watch.unobserved(name, f"no input of {weight.shape[-1]} features")
-    for x in map(matrix, found):
+    _measure_operands(probe, weight, found)
+
+
+def _measure_operands(probe: LayerProbe, weight: Tensor, inputs: list[Tensor]) -> None:
+    """Inputs [..., K]; the weight [N, K] and the errors of products in the first call of a step."""
+    watch = probe.watch
+    for x in map(matrix, inputs):
         probe.add_operand("activation", x)
         if not watch.detailed:
             continue

@@ -20,11 +20,13 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8scope.arguments import bare, check_unattached, is_whole
 from fp8scope.attention import install_attention
+from fp8scope.compiled import Key, trace_begin
 from fp8scope.fidelity import Loss, measure_fidelity
 from fp8scope.hooks import install
 from fp8scope.inert import Inert, InertObserver, can_report
@@ -44,16 +46,20 @@ from fp8scope_protocol.recipes import parse_recipes
 
 
 class RootHook(Inert):
-    """Calls `begins` when a training forward of the whole model does; not in evaluation or recomputation."""
+    """Calls `forward_begins` when a training forward of the whole model does; not in evaluation or
+    recomputation."""
 
-    def __init__(self, begins: Callable[[], None]) -> None:
-        self.begins = begins
+    def __init__(self, forward_begins: Callable[[], None], device: torch.device) -> None:
+        self.forward_begins = forward_begins
+        self.key = Key(self, device)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if not (module.training and torch.is_grad_enabled()):
             return
-        if module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self.begins()
+        if is_dynamo_compiling():
+            trace_begin(self.key.tensor)
+        elif torch._C._current_graph_task_id() == -1 and not torch.compiler.is_compiling():
+            self.forward_begins()
 
 
 class Scope:
@@ -190,7 +196,8 @@ class Scope:
         handles = install(self._layers, self._watch)
         handles += install_attention(self._model, self._watch,
                                      partial(self._sentinels.add, "attn_logit_bound"))
-        handles.append(self._model.register_forward_pre_hook(RootHook(self._on_forward), prepend=True))
+        root = RootHook(self._on_forward, self._watch.rows.device)
+        handles.append(self._model.register_forward_pre_hook(root, prepend=True))
         for optimizer in self._optimizers:
             handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
             handles.append(optimizer.register_step_post_hook(self._after_optimizer))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8scope.backend import round_trip
+from fp8scope.gemm import WgradSample
 from fp8scope.rows import Rows
 from fp8scope.sharding import local
 from fp8scope.timer import Timer
@@ -89,6 +90,10 @@ class Watch:
         """Layers whose forward was measured in this step."""
         self.gradients: set[str] = set()
         """Layers whose gradient was."""
+        self.anchor = torch.zeros(1, device=rows.device, requires_grad=True)
+        """See compiled.py."""
+        self.calls: dict[str, dict[int, WgradSample | None]] = {}
+        """Layer -> calls of this step in compiled regions, and what each keeps for its backward pass."""
 
     def begin(self, *, sampling: bool, detailed: bool) -> None:
         """A new step."""
@@ -99,6 +104,7 @@ class Watch:
         self._forwarded.clear()
         self.ran.clear()
         self.gradients.clear()
+        self.calls.clear()
 
     def counts(self, module: nn.Module) -> bool:
         """Whether this forward of `module` belongs to the measured step, each pass once.
@@ -111,10 +117,25 @@ class Watch:
             return False
         if torch._C._functorch.peek_interpreter_stack() is not None:  # such tensors have no values yet
             return False
+        return self.is_first_pass(module)
+
+    def is_first_pass(self, module: nn.Module) -> bool:
+        """Whether this forward of `module` is not the repetition of one that counted."""
         if torch._C._current_graph_task_id() == -1:
             self._forwarded.add(id(module))
             return True
         return id(module) not in self._forwarded
+
+    def sample_of(self, name: str, call: int) -> WgradSample | None:
+        """What a call of layer `name` kept, once. Checkpointing repeats a call, which is known by another
+        number then: it can only be meant where there was one."""
+        calls = self.calls.get(name, {})
+        if call not in calls and len(calls) == 1:
+            call = next(iter(calls))
+        sample = calls.get(call)
+        if sample is not None:
+            calls[call] = None
+        return sample
 
     def has_turn(self, index: int) -> bool:
         """Whether layer `index` is measured in this step by what only every TURNS-th layer is."""
