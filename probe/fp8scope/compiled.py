@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 try:
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 except ImportError:
-    _EffectType = _register_effectful_op = None  # type: ignore[assignment, misc]
+    _EffectType = _register_effectful_op = None  # type: ignore[assignment]
 
 
 class Layer(Protocol):

@@ -5,8 +5,8 @@
     tensor hook         gradient of the output
 
 Off cadence the pre-hook costs one look at a flag; in a measured step it adds the forward hook for the call
-under way (`benchmarks/probe_overhead.py`). The forward hook that stays is for `torch.compile` only: traced, it
-measures nothing itself and puts operations into the graph (compiled.py), whose bodies come back here.
+under way (`benchmarks/probe_overhead.py`). The forward hook that stays is for `torch.compile` only: traced,
+it measures nothing itself and puts operations into the graph (compiled.py), whose bodies come back here.
 
 What-if and in-situ. A plain `nn.Linear` is measured as if it quantized its operands with current scales:
 activation and gradient in both orientations, in the formats and scalings of `Watch.recipes`. A module with an

@@ -89,7 +89,7 @@ class Fp8Linear(nn.Linear):
             raise Invalid("precision", precision, f"must be one of {', '.join(get_args(Precision))}")
         self.precision: Precision = precision
 
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """In a compiled model too the layer and its hooks run as they are written: the kernels are its own,
         and a switch of precision or a change of cadence compiles nothing again."""
