@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 
-from fp8scope import sync
+from fp8scope import doctor, sync
 from fp8scope.cli import COMMANDS
 from fp8scope.settings import ProbeSettings
 from fp8scope_protocol.metrics import METRICS, SENTINELS
@@ -55,8 +55,9 @@ def test_every_metric_is_listed_with_its_definition() -> None:
 
 @pytest.mark.parametrize(
     ("page", "parser"),
-    [("trainer.md", options._parser()), ("demo.md", demo._parser()), ("transport.md", sync._parser())],
-    ids=("train", "demo", "sync"),
+    [("trainer.md", options._parser()), ("demo.md", demo._parser()), ("transport.md", sync._parser()),
+     ("doctor.md", doctor._parser())],
+    ids=("train", "demo", "sync", "doctor"),
 )
 def test_every_option_is_listed(page: str, parser: object) -> None:
     """What --help shows, the page shows."""

@@ -36,7 +36,7 @@ INTEGRATIONS = {
 }
 """Modules that a user of that package imports by name, and nothing else of ours does."""
 PUBLIC_NAMES = {
-    "fp8scope": {"Scope", "attach"},
+    "fp8scope": {"Scope", "attach", "diagnose"},
     "fp8scope_protocol": set(),
     "fp8scope_trainer": set(),
     "fp8scope_server": set(),

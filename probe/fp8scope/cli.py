@@ -10,6 +10,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "demo": ("fp8scope_server.demo", "all", "train a small model in FP8, break it, watch it being saved"),
     "up": ("fp8scope_server.up", "all", "start the collector and the dashboard"),
     "sync": ("fp8scope.sync", "all", "bring what offline jobs spooled to the collector"),
+    "doctor": ("fp8scope.doctor", "all", "tell what a probe would measure of your model, and its cost"),
     "train": ("fp8scope_trainer.train", "trainer", "train the reference decoder with the probe attached"),
 }
 

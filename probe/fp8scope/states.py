@@ -37,7 +37,7 @@ def measure_states(optimizer: Optimizer, places: Places, watch: Watch) -> None:
                 continue
             with watch.guarded(place.name):
                 for key, role in ROLES.items():
-                    if isinstance(x := state.get(key), Tensor) and _is_high_precision(x, parameter):
+                    if isinstance(x := state.get(key), Tensor) and is_high_precision(x, parameter):
                         _measure(watch, place, role, parameter, x)
 
 
@@ -66,7 +66,7 @@ class StateRecorder(InertObserver):
             if name is None:
                 self.watch.unobserved(place.name, f"{role} is stored as {codes.dtype}")
                 return
-            series = _series(place, role, parse_format(name), scaling, rounding=rounding, live=True)
+            series = state_series(place, role, parse_format(name), scaling, rounding=rounding, live=True)
             self.watch.rows.row(series)
             if _is_mine(self.watch, parameter, place):
                 self.watch.measure(series, x, parse_format(name), scales=scales, codes=codes)
@@ -75,16 +75,17 @@ class StateRecorder(InertObserver):
 def _measure(watch: Watch, place: ParameterPlace, role: str, parameter: Tensor, state: Tensor) -> None:
     x = local(state).flatten(1)
     for element, scaling in what_ifs(watch.recipes, role):
-        series = _series(place, role, element, scaling)
+        series = state_series(place, role, element, scaling)
         watch.rows.row(series)  # all ranks have the same series
         if _is_mine(watch, parameter, place):
             watch.measure(series, x.float().sqrt() if role == "exp_avg_sq" else x, element)
 
 
-def _series(
+def state_series(
     place: ParameterPlace, role: str, element: Format, scaling: str, *, rounding: str = "nearest",
     live: bool = False,
 ) -> Series:
+    """The series of one state of a parameter."""
     return Series(
         name=place.name, role=role, format=element.name, scaling=scaling,  # type: ignore[arg-type]
         rounding=rounding, live=live, module=place.module, depth=place.depth,  # type: ignore[arg-type]
@@ -96,6 +97,7 @@ def _is_mine(watch: Watch, parameter: Tensor, place: ParameterPlace) -> bool:
     return is_measured_here(parameter, rank=watch.rank, world=watch.world, index=place.index)
 
 
-def _is_high_precision(x: Tensor, parameter: Tensor) -> bool:
+def is_high_precision(x: Tensor, parameter: Tensor) -> bool:
+    """Whether a state is held in floating point, element by element."""
     ordinary = type(local(x)) is Tensor  # torchao's are of a class of their own, see stored_rows
     return ordinary and x.is_floating_point() and x.element_size() > 1 and x.shape == parameter.shape

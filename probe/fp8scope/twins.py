@@ -138,7 +138,7 @@ class Twins:
                 place = self.samples.places.get(id(parameter))
                 one = stored_as(parameter, state_of(optimizer, parameter))
                 if place is not None and one is not None:
-                    self.watch.rows.row(_series(place, one))
+                    self.watch.rows.row(twin_series(place, one))
 
     def _twin(self, optimizer: Optimizer, sample: Sample, twin: Twin | None) -> Twin | None:
         """`twin` if it still fits, else one from the states as they are now."""
@@ -190,7 +190,7 @@ class Twins:
         if pairs:
             which = torch.tensor(kept).to(sample.device, non_blocking=True)
             self.watch.rows.add(
-                [_series(part.place, one) for part, one in pairs],
+                [twin_series(part.place, one) for part, one in pairs],
                 elements=[0 if _is_counted(one) else part.elements for part, one in pairs],
                 sums={key: values[which] for key, values in sums.items()})
 
@@ -230,7 +230,8 @@ def _gradient(optimizer: Optimizer, form: AdamForm, sample: Sample) -> Tensor:
     return -found if form.maximize else found
 
 
-def _series(place: ParameterPlace, one: StoredAs) -> Series:
+def twin_series(place: ParameterPlace, one: StoredAs) -> Series:
+    """The series of second moments that are stored in few bits: `update_error`."""
     return Series(name=place.name, role="exp_avg_sq", format=one.format, scaling=one.scaling,
                   rounding=one.rounding, live=True, module=place.module, depth=place.depth,
                   aliases=place.aliases)

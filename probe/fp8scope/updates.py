@@ -97,7 +97,7 @@ class Updates:
         if place is None or parameter.element_size() >= 4:
             return
         if parameter.dtype in FORMAT_OF:
-            self.watch.rows.row(_series(place, parameter.dtype))
+            self.watch.rows.row(weight_series(place, parameter.dtype))
         else:
             self.watch.unobserved(place.name, f"update_gain of weights in {parameter.dtype}")
 
@@ -121,7 +121,7 @@ class Updates:
             return
         wanted = u + before * form.weight_decay if form.decoupled else u
         got = (before - weights_of(sample)) / form.lr
-        self.watch.rows.add([_series(part.place, sample.dtype) for part in sample.parts],
+        self.watch.rows.add([weight_series(part.place, sample.dtype) for part in sample.parts],
                             elements=[part.elements for part in sample.parts],
                             sums=update_sums(sample, wanted, got))
 
@@ -144,7 +144,8 @@ def weights_of(sample: Sample) -> Tensor:
                    sample.dtype)
 
 
-def _series(place: ParameterPlace, dtype: torch.dtype) -> Series:
+def weight_series(place: ParameterPlace, dtype: torch.dtype) -> Series:
+    """The series of weights of `dtype` that have no master copy: `update_gain`."""
     return Series(name=place.name, role="weight", format=FORMAT_OF[dtype], scaling="none", live=True,
                   module=place.module, depth=place.depth, aliases=place.aliases)
 

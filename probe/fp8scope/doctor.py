@@ -1,0 +1,83 @@
+"""`fp8scope doctor`: what a probe would measure of somebody's model, told before the job is started.
+
+    fp8scope doctor jobs.pretrain:build --tokens 16384
+
+`build` takes nothing and returns a model, or a model and its optimizer or optimizers. With `--meta` it is
+called under `torch.device("meta")`, so a model of any size costs no memory.
+"""
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterable
+from contextlib import nullcontext
+from importlib import import_module
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fp8scope.diagnosis import BANDWIDTH, diagnose
+from fp8scope_protocol.errors import Invalid
+
+NOTHING = 1
+"""Exit code where not a single series would be measured."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of `fp8scope doctor`; returns the exit code."""
+    given = _parser().parse_args(argv)
+    model, optimizers = load(given.target, meta=given.meta)
+    found = diagnose(model, optimizers, formats=given.formats.split(","), every=given.every,
+                     detail_every=given.detail_every, tokens=given.tokens, bandwidth=given.bandwidth * 1e9)
+    print(json.dumps(found.document()) if given.json else found)
+    return 0 if found.measured else NOTHING
+
+
+def load(target: str, *, meta: bool = False) -> tuple[nn.Module, tuple[Optimizer, ...]]:
+    """Calls `module:function` and returns the model and its optimizers. Modules are looked for here, too."""
+    module_name, colon, name = target.partition(":")
+    if not (module_name and colon and name):
+        raise Invalid("target", target, "must be MODULE:FUNCTION")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        build: Any = import_module(module_name)
+        for part in name.split("."):
+            build = getattr(build, part)
+        with torch.device("meta") if meta else nullcontext():
+            made = build()
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(place.filename)}, line {place.lineno}"
+        raise Invalid("target", target, f"{type(error).__name__}: {error} ({where})") from error
+    model, *optimizers = made if isinstance(made, tuple | list) else (made,)
+    if not isinstance(model, nn.Module):
+        raise Invalid("target", target, f"must return a model first, not a {type(model).__name__}")
+    flat = [one for each in optimizers for one in (each if isinstance(each, Iterable) else (each,))]
+    return model, tuple(flat)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of printing its usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Invalid("command line", " ".join(message.split()), "see fp8scope doctor --help")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="fp8scope doctor", allow_abbrev=False,
+                     description="List what a probe would measure, what not and why, and its cost.")
+    add = parser.add_argument
+    add("target", metavar="MODULE:FUNCTION", help="returns a model, or a model and its optimizer(s)")
+    add("--formats", default="e4m3", help="what-ifs, separated by commas (e4m3)")
+    add("--every", type=int, default=10, help="steps between measurements (10)")
+    add("--detail-every", type=int, default=8, help="of these, every how manieth is in detail (8)")
+    add("--tokens", type=int, default=8192, help="rows of each activation, a step and rank (8192)")
+    add("--bandwidth", type=float, default=BANDWIDTH / 1e9, help="GB/s that it reads at (1000: an H200)")
+    add("--meta", action="store_true", help="build on the meta device, without memory")
+    add("--json", action="store_true", help="print one line of JSON")
+    return parser

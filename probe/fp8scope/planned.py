@@ -1,0 +1,173 @@
+"""What a probe would measure of a model: its series and what each reads, before a single step.
+
+The series are made where the hooks make theirs, so they are the ones a run will have. States are foretold
+from those that the optimizer has, else from the options of its groups: `betas` mean exp_avg and exp_avg_sq,
+a `momentum` that is not 0 means momentum_buffer.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from fp8scope.adam import adam_form
+from fp8scope.hooks import LayerProbe
+from fp8scope.inert import can_report
+from fp8scope.layers import (
+    ROOT,
+    Layer,
+    ParameterPlace,
+    find_layers,
+    find_unobserved,
+    parameter_places,
+    weight_of,
+)
+from fp8scope.rows import Rows
+from fp8scope.states import ROLES, is_high_precision, state_series
+from fp8scope.stored import FORMAT_OF, StoredAs, codes_of, stored_as
+from fp8scope.twins import twin_series
+from fp8scope.updates import weight_series
+from fp8scope.watch import Watch
+from fp8scope_protocol.formats import E4M3
+from fp8scope_protocol.recipes import Recipe, what_ifs
+from fp8scope_protocol.series import Series, canonical_name
+from fp8scope_protocol.wire import Unobserved
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One series, and how many bytes are read for it in a measured step."""
+
+    series: Series
+    light_bytes: int
+    detailed_bytes: int
+    """In a step that is measured in detail."""
+
+
+def plan_layers(model: nn.Module, recipes: tuple[Recipe, ...], *, tokens: int) -> Iterator[Plan]:
+    """Operands of the linear layers, `tokens` rows each."""
+    watch = Watch(Rows(torch.device("cpu")), recipes=recipes, rank=0, world=1)
+    own = (Recipe(element=E4M3),)
+    for layer in find_layers(model):
+        weight = weight_of(layer.module)
+        if weight is None or obstacle(layer):
+            continue
+        probe, width = LayerProbe(layer, watch), weight.element_size()
+        for role, columns in (("activation", weight.shape[-1]), ("gradient", weight.shape[0])):
+            size = tokens * columns * width
+            for element, scaling in what_ifs(own if layer.in_situ else recipes, role):
+                yield Plan(series=probe.series(role, "rowwise", element, scaling), light_bytes=size,
+                           detailed_bytes=size)
+                yield Plan(series=probe.series(role, "columnwise", element, scaling), light_bytes=0,
+                           detailed_bytes=size)
+        for element, scaling in what_ifs(own if layer.in_situ else recipes, "weight"):
+            yield Plan(series=probe.series("weight", "rowwise", element, scaling), light_bytes=weight.nbytes,
+                       detailed_bytes=weight.nbytes)
+
+
+def plan_states(
+    model: nn.Module, optimizers: Iterable[Optimizer], recipes: tuple[Recipe, ...]
+) -> Iterator[Plan]:
+    """States of matrices, and what is read from a sample, so next to no bytes."""
+    places = parameter_places(model)
+    for optimizer, group, parameter in _parameters(optimizers):
+        place = places.get(id(parameter))
+        if place is None or is_lazy(parameter):
+            continue
+        live = _stores_codes(optimizer, parameter)
+        if adam_form(optimizer, group) is not None:
+            yield from (Plan(series=one, light_bytes=0, detailed_bytes=0)
+                        for one in _sampled(place, optimizer, parameter))
+        if parameter.dim() < 2:
+            continue
+        for role, size in _states(optimizer, group, parameter):
+            for element, scaling in what_ifs((Recipe(element=E4M3),) if live else recipes, role):
+                series = state_series(place, role, element, scaling, live=live,
+                                      rounding="stochastic" if live else "nearest")
+                yield Plan(series=series, light_bytes=0, detailed_bytes=size)
+
+
+def find_gaps(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Unobserved, ...]:
+    """What a reader would look for in vain, and why."""
+    found = list(find_unobserved(model))
+    found += [Unobserved(name=layer.name, reason=reason) for layer in find_layers(model)
+              if (reason := obstacle(layer))]
+    found += [Unobserved(name=canonical_name(name) or ROOT, reason="compiled: layers inside run unobserved")
+              for name, module in model.named_modules() if _is_compiled(module)]
+    places = parameter_places(model)
+    vectors = strangers = 0
+    stateless: dict[str, int] = {}
+    for optimizer, group, parameter in _parameters(optimizers):
+        if id(parameter) not in places:
+            strangers += 1
+        elif parameter.dim() < 2:
+            vectors += 1
+        elif not _states(optimizer, group, parameter) and not _has_codes(optimizer, parameter):
+            kind = type(optimizer).__name__
+            stateless[kind] = stateless.get(kind, 0) + 1
+    if vectors:
+        found.append(Unobserved(name=f"states of {vectors} vectors", reason="only those of matrices are"))
+    if strangers:
+        found.append(Unobserved(name=f"states of {strangers} parameters", reason="they are not the model's"))
+    found += [Unobserved(name=f"states of {count} matrices", reason=f"{kind} keeps no {', '.join(ROLES)}")
+              for kind, count in stateless.items()]
+    return tuple(found)
+
+
+def obstacle(layer: Layer) -> str:
+    """Why a watched layer cannot be measured; empty if it can."""
+    weight = weight_of(layer.module)
+    if weight is None:
+        return "no weight that can be read without computing it (parametrized)"
+    if is_lazy(weight):
+        return "its weight has no shape before the first forward"
+    return "" if weight.is_floating_point() or layer.in_situ else f"its weight is stored as {weight.dtype}"
+
+
+def _parameters(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield optimizer, group, parameter
+
+
+def _states(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> list[tuple[str, int]]:
+    """(role, bytes) of the states that are there, or will be."""
+    state = optimizer.state.get(parameter)
+    if isinstance(state, Mapping) and state and not _stores_codes(optimizer, parameter):
+        return [(role, x.nbytes) for key, role in ROLES.items()
+                if isinstance(x := state.get(key), Tensor) and is_high_precision(x, parameter)]
+    if "betas" in group:
+        return [("exp_avg", parameter.nbytes), ("exp_avg_sq", parameter.nbytes)]
+    return [("momentum", parameter.nbytes)] if group.get("momentum") else []
+
+
+def _stores_codes(optimizer: Any, parameter: Tensor) -> bool:
+    """Whether an optimizer that reports by itself stores the states of `parameter` in FP8."""
+    return (can_report(optimizer) and hasattr(optimizer, "format_of")
+            and optimizer.format_of(parameter) == "fp8")
+
+
+def _has_codes(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Whether torchao or bitsandbytes stores the moments: read from a sample, as they are."""
+    state = optimizer.state.get(parameter)
+    return isinstance(state, Mapping) and codes_of(state, "exp_avg") is not None
+
+
+def _sampled(place: ParameterPlace, optimizer: Optimizer, parameter: Tensor) -> Iterator[Series]:
+    """Weights without a master copy, and moments stored in few bits; Adam's are of the weight's type."""
+    if parameter.element_size() >= 4 or parameter.dtype not in FORMAT_OF:
+        return
+    yield weight_series(place, parameter.dtype)
+    state = optimizer.state.get(parameter)
+    known = stored_as(parameter, state) if isinstance(state, Mapping) and state else None
+    if known is not None or not state:
+        yield twin_series(place, known or StoredAs(FORMAT_OF[parameter.dtype], "none", "nearest"))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
