@@ -18,7 +18,6 @@ from fp8scope.adam import adam_form
 from fp8scope.hooks import LayerProbe
 from fp8scope.inert import can_report
 from fp8scope.layers import (
-    ROOT,
     Layer,
     ParameterPlace,
     find_layers,
@@ -34,7 +33,7 @@ from fp8scope.updates import weight_series
 from fp8scope.watch import Watch
 from fp8scope_protocol.formats import E4M3
 from fp8scope_protocol.recipes import Recipe, what_ifs
-from fp8scope_protocol.series import Series, canonical_name
+from fp8scope_protocol.series import Series
 from fp8scope_protocol.wire import Unobserved
 
 
@@ -96,8 +95,6 @@ def find_gaps(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Unobse
     found = list(find_unobserved(model))
     found += [Unobserved(name=layer.name, reason=reason) for layer in find_layers(model)
               if (reason := obstacle(layer))]
-    found += [Unobserved(name=canonical_name(name) or ROOT, reason="compiled: layers inside run unobserved")
-              for name, module in model.named_modules() if _is_compiled(module)]
     places = parameter_places(model)
     vectors = strangers = 0
     stateless: dict[str, int] = {}
@@ -167,7 +164,3 @@ def _sampled(place: ParameterPlace, optimizer: Optimizer, parameter: Tensor) -> 
     known = stored_as(parameter, state) if isinstance(state, Mapping) and state else None
     if known is not None or not state:
         yield twin_series(place, known or StoredAs(FORMAT_OF[parameter.dtype], "none", "nearest"))
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
