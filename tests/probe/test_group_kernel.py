@@ -166,12 +166,17 @@ def test_kernel_refuses_what_has_no_scales() -> None:
         group_kernel.round_trip(torch.zeros(2, 3, 4), E4M3, "rowwise")
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize(
-    ("given", "dtype", "rule"), [(False, "bf16", 1), (True, "fp32", 0), (False, "fp16", 2)])
-def test_kernels_compile(capability: int, flat: bool, given: bool, dtype: str, rule: int) -> None:
-    """No GPU is needed: ptxas comes with Triton. Nothing in them asks for FP8 in hardware."""
+@pytest.mark.parametrize(("capability", "flat", "given", "dtype", "rule", "ones"), [
+    (80, False, False, "bf16", 1, ()), (80, True, True, "fp32", 0, ()), (90, True, False, "fp16", 2, ()),
+    (90, False, True, "bf16", 0, ("R", "stride_r")),
+    (90, True, False, "bf16", 0, ("C", "stride_c", "N", "R")),
+    (90, False, False, "fp32", 0, ("C", "stride_c", "N", "R")),
+])
+def test_kernels_compile(
+    capability: int, flat: bool, given: bool, dtype: str, rule: int, ones: tuple[str, ...]
+) -> None:
+    """No GPU is needed: ptxas comes with Triton. Nothing in them asks for FP8 in hardware. Sizes of 1 are
+    constants to Triton, which lack what other numbers have."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -182,12 +187,14 @@ def test_kernels_compile(capability: int, flat: bool, given: bool, dtype: str, r
         "POWER_OF_TWO": False, "GIVEN": given, "CODED": given, "STOCHASTIC": False, "HISTOGRAM": True,
         "FLAT": flat, "FOLD": not flat, "ROWS": 32, "W": 128, "GROUPS": 8, "PIECES": 128,
     }
+    one = dict.fromkeys(ones, 1)
     kinds = {"x_ptr": f"*{dtype}", "codes_ptr": "*i8", "reals_ptr": "*fp64", "squares_ptr": "*fp64",
              "scales_ptr": "*fp32", "ints_ptr": "*i32", "bits_ptr": "*i32", "stride_r": "i64", "N": "i64"}
     for name in ("_amax_kernel", "_pieces_kernel", "_groups_kernel"):
         kernel = getattr(group_kernel, name)
         names = kernel.arg_names
-        constants = {key: value for key, value in options.items() if key in names}
+        specialized = one if name != "_groups_kernel" else {}
+        constants = {key: value for key, value in (options | specialized).items() if key in names}
         signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
         source = ASTSource(fn=kernel, signature=signature, constexprs={
             (names.index(key),): value for key, value in constants.items()})
