@@ -23,14 +23,15 @@ effectful operations (inside of checkpointing they do not compile in torch 2.13)
 Nothing is copied: the operations take any layout. The output of a layer becomes its clone, whose backward
 pass is `fp8scope::gradient`, and Inductor takes clones out of its graphs; a view could not be changed in
 place any more. Where a version of torch has no effectful operations, nothing is traced, and compiled layers
-are listed as not observed. So are layers without a gradient in a compiled region.
+are listed as not observed. So are, in a compiled region, layers without a gradient and those of a subclass of
+Tensor, such as DTensor.
 """
 
 from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.library import Library, register_fake
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -75,15 +76,15 @@ def trace_begin(key: Tensor) -> None:
 
 def trace_call(key: Tensor, anchor: Tensor, weight: Tensor | None, inputs: Any, output: Any) -> Any:
     """Called by a traced forward hook. Returns the output to go on with; None: as it is."""
-    if weight is None or LIBRARY is None:
-        return None
+    if LIBRARY is None or type(weight) not in (Tensor, nn.Parameter) or weight is None:
+        return None  # a DTensor, say, has its own idea of operations it does not know
     token = None
     for x in tree_leaves(inputs):
-        if isinstance(x, Tensor) and x.is_floating_point() and x.shape[-1:] == weight.shape[-1:]:
+        if type(x) is Tensor and x.is_floating_point() and x.shape[-1:] == weight.shape[-1:]:
             token = torch.ops.fp8scope.operands(x.detach(), weight.detach(), key)
 
     def tap(y: Any) -> Any:
-        wanted = isinstance(y, Tensor) and y.requires_grad
+        wanted = type(y) is Tensor and y.requires_grad
         return _Tap.apply(y, anchor, token, key) if wanted else y  # type: ignore[no-untyped-call]
 
     return None if token is None else tree_map(tap, output)

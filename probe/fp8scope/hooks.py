@@ -30,7 +30,7 @@ from fp8scope.gemm import WgradSample, gemm_error, sample_columns, wgrad_row_err
 from fp8scope.inert import Inert, InertObserver
 from fp8scope.layers import Layer, weight_of
 from fp8scope.roundtrip import channel_outlier_ratio
-from fp8scope.sharding import is_measured_here
+from fp8scope.sharding import is_first_copy, is_measured_here
 from fp8scope.sums import MAX_COLUMNS
 from fp8scope.watch import Watch, matrix
 from fp8scope_protocol.formats import E4M3, Format
@@ -153,7 +153,7 @@ class ForwardPreHook(Inert):
         probe.inside, probe.live = True, probe.watch.counts(module)
         after = ForwardHook(probe)
         # Checkpointing leaves a recomputed forward by an exception; the hook must learn of it.
-        after.handle = module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        after.handle = module.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True)
         if probe.live:
             probe.watch.ran.add(probe.layer.name)
             if not probe.layer.in_situ:
@@ -209,7 +209,8 @@ class GradientHook(Inert):
             probe.watch.gradients.add(probe.layer.name)
             with probe.watch.guarded(probe.layer.name):
                 dy = matrix(gradient)
-                probe.add_operand("gradient", dy)
+                if is_first_copy(gradient):
+                    probe.add_operand("gradient", dy)
                 if self.sample is not None:
                     probe.add_wgrad_error(dy, self.sample)
 
@@ -289,8 +290,10 @@ def _measure_inputs(probe: LayerProbe, module: nn.Module, inputs: Any) -> None:
 def _measure_operands(probe: LayerProbe, weight: Tensor, inputs: list[Tensor]) -> None:
     """Inputs [..., K]; the weight [N, K] and the errors of products in the first call of a step."""
     watch = probe.watch
-    for x in map(matrix, inputs):
-        probe.add_operand("activation", x)
+    for operand in inputs:
+        x = matrix(operand)
+        if is_first_copy(operand):
+            probe.add_operand("activation", x)
         if not watch.detailed:
             continue
         probe.sample = probe.add_sample(x) or probe.sample

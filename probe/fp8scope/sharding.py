@@ -54,6 +54,12 @@ def first_row(tensor: Any) -> int:
     return offset
 
 
+def is_first_copy(tensor: Tensor) -> bool:
+    """True on one of the ranks that hold this part of an activation or a gradient; of a plain tensor each
+    rank has its own."""
+    return all(axis.sharded or axis.coordinate == 0 for axis in _axes(tensor))
+
+
 def _axes(tensor: Any) -> list[Axis]:
     if not hasattr(tensor, "placements"):
         return []

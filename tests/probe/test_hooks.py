@@ -367,6 +367,19 @@ def test_a_fault_in_the_probe_is_counted_and_told(monkeypatch: pytest.MonkeyPatc
     assert (event.name, event.text) == ("0", "RuntimeError: out of luck (4 times)")
 
 
+def test_a_layer_called_past_its_hooks_is_listed() -> None:
+    """`layer.forward(x)` runs no hook: the layer is named as one that did not run, and has no numbers."""
+    model = nn.ModuleDict({"direct": nn.Linear(8, 8), "called": nn.Linear(8, 8)})
+    scope, worker = watched(model)
+    model["called"](model["direct"].forward(torch.randn(3, 8))).sum().backward()
+    scope.step(0)
+    (event,) = worker.record(0).events
+    assert (event.kind, event.name) == ("unobserved", "direct")
+    assert "did not run" in event.text
+    assert roles(worker, "direct") == set()
+    assert roles(worker, "called") == BOTH
+
+
 def test_two_attaches_are_refused_until_detached() -> None:
     """A model has one probe; after `detach` nothing of it is left and another may come."""
     model = nn.Sequential(nn.Linear(8, 8))

@@ -1,0 +1,72 @@
+"""Two ranks that share each layer: the numbers of one process, whatever is sharded or replicated."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.spawn import spawn
+
+from fp8scope.scope import Scope
+from fp8scope.sums import SumTables
+from fp8scope.testing import MemoryWorker
+from fp8scope_protocol.series import Layout
+
+WORLD = 2
+Recorded = tuple[SumTables, Layout, list[str]]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
+
+
+def recorded(model: nn.Module, worker: MemoryWorker) -> Recorded:
+    """One step; all ranks have the same batch."""
+    with Scope(model, (), worker=worker, every=1) as scope:
+        model(torch.randn(128, 256, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+        scope.step(0)
+    record = worker.record(0)
+    assert record.tables is not None
+    assert record.layout is not None
+    return record.tables, record.layout, [e.text for e in record.events]
+
+
+def train(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    plan: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model = parallelize_module(network(), init_device_mesh("cpu", (WORLD,)), plan)
+    with open(f"{folder}/{rank}", "wb") as file:
+        pickle.dump(recorded(model, MemoryWorker(rank=rank, world=WORLD)), file)
+    compiled = MemoryWorker(rank=rank, world=WORLD)
+    model.compile(backend="aot_eager", fullgraph=True)
+    with Scope(model, (), worker=compiled, every=1) as scope:
+        model(torch.randn(128, 256)).square().mean().backward()
+        scope.step(0)
+    assert {e.name for e in compiled.record(0).events if e.kind == "unobserved"} == {"0", "2"}
+    assert {e.kind for e in compiled.record(0).events} == {"unobserved"}
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_tensor_parallel_model_has_the_numbers_of_one_process(tmp_path: Any) -> None:
+    """Shards add up; an activation or a gradient that both ranks hold counts once. Compiled, it trains on and
+    its layers are listed."""
+    spawn(train, args=(str(tmp_path),), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    ranks: list[Recorded] = [pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(WORLD)]
+    tables, layout, events = recorded(network(), MemoryWorker())
+    merged = SumTables.zeros(len(layout.series))
+    for found, their_layout, their_events in ranks:
+        assert their_events == events == []
+        assert {s.key for s in their_layout.series} <= {s.key for s in layout.series}
+        merged.merge(found.to_layout(their_layout, layout))
+    for i, series in enumerate(layout.series):
+        assert merged.counts[i, 0] == tables.counts[i, 0], series
+        assert merged.sums[i].tolist() == pytest.approx(tables.sums[i].tolist(), rel=1e-2), series
+        amax = merged.maxes[i, 0].item()
+        assert amax == pytest.approx(tables.maxes[i, 0].item(), rel=1e-5), series
