@@ -66,6 +66,8 @@ class LayerProbe:
         """Whether the forward under way is measured."""
         self.sample: WgradSample | None = None
         """What the forward under way keeps of its input."""
+        self.left: RemovableHandle | None = None
+        """Of a forward hook that is the first of its layer, and stays if the forward raises."""
         self.key = Key(self, watch.rows.device)
         self._series: dict[tuple[str, ...], Series] = {}
 
@@ -153,7 +155,12 @@ class ForwardPreHook(Inert):
         probe.inside, probe.live = True, probe.watch.counts(module)
         after = ForwardHook(probe)
         # Checkpointing leaves a recomputed forward by an exception; the hook must learn of it.
-        after.handle = module.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=True)
+        # Of a DTensor it must come before the hook of `parallelize_module` that hands out plain tensors.
+        first = hasattr(module._parameters.get("weight"), "placements")
+        if first and probe.left is not None:
+            probe.left.remove()
+        after.handle = module.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=first)
+        probe.left = after.handle if first else None
         if probe.live:
             probe.watch.ran.add(probe.layer.name)
             if not probe.layer.in_situ:
@@ -170,9 +177,10 @@ class ForwardHook(Inert):
         self.probe = probe
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self.handle is not None:
-            self.handle.remove()
         probe = self.probe
+        # After an exception torch goes through the hooks themselves: only the last one may remove itself.
+        if self.handle is not None and (output is not None or probe.left is None):
+            self.handle.remove()
         wanted = probe.live and not probe.layer.in_situ
         probe.inside = probe.live = False
         sample, probe.sample = probe.sample, None
