@@ -155,8 +155,8 @@ def test_kernel_equals_reference_to_the_bit(
     from fp8scope import quantize_kernel
 
     x = torch.randn(shape, device="cuda") * torch.logspace(-40, 3, shape[1], device="cuda")
-    if x.numel() > 4096:
-        x[3], x[5, 17], x[7, 300] = 0.0, float("nan"), float("-inf")
+    if min(shape) > 7:
+        x[3], x[5, 17], x[7, -1] = 0.0, float("nan"), float("-inf")
     for element in (E4M3, E5M2):
         for source in (x.to(dtype), x.to(dtype).t()):
             for function in ("quantize_tiles", "quantize_blocks"):
