@@ -11,6 +11,7 @@ bandwidth: by default that of the round trip with its histogram on one H200, for
 of their layer's weight, which under autocast is twice too wide.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -181,8 +182,8 @@ def diagnose(
     check_arguments("diagnosis", every, detail_every, None, names)
     if not is_whole(tokens, least=1):
         raise Invalid("tokens", tokens, "must be a number of rows, 1 or more")
-    if not bandwidth > 0:
-        raise Invalid("bandwidth", bandwidth, "must be bytes a second, over 0")
+    if not 0 < bandwidth < math.inf:
+        raise Invalid("bandwidth", bandwidth, "must be bytes a second, over 0 and finite")
     check_unattached(model)
     recipes = parse_recipes(names)
     plans = (*plan_layers(model, recipes, tokens=tokens), *plan_states(model, given, recipes))

@@ -50,10 +50,11 @@ def load(target: str, *, meta: bool = False) -> tuple[nn.Module, tuple[Optimizer
             build = getattr(build, part)
         with torch.device("meta") if meta else nullcontext():
             made = build()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that reads its arguments when it is imported
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(place.filename)}, line {place.lineno}"
-        raise Invalid("target", target, f"{type(error).__name__}: {error} ({where})") from error
+        what = " ".join(str(error).split())
+        raise Invalid("target", target, f"{type(error).__name__}: {what} ({where})") from error
     model, *optimizers = made if isinstance(made, tuple | list) else (made,)
     if not isinstance(model, nn.Module):
         raise Invalid("target", target, f"must return a model first, not a {type(model).__name__}")

@@ -134,7 +134,8 @@ class Scope:
                              loss, other)
         except Exception as error:
             self._watch.note("grad_fidelity", error)
-        self._watch.sampling, self._stepped = sampling, stepped
+        finally:  # Ctrl-C passes, and the job may go on
+            self._watch.sampling, self._stepped = sampling, stepped
 
     @property
     def series(self) -> int:

@@ -1,6 +1,7 @@
 """What the doctor foretells is what a run then measures."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -153,6 +154,12 @@ def test_wrong_arguments_are_named(name: str) -> None:
         fp8scope.diagnose(**({"model": nn.Linear(4, 4)} | {name: WRONG[name]}))
 
 
+def test_an_endless_bandwidth_is_refused() -> None:
+    """JSON has no word for it."""
+    with pytest.raises(Invalid, match="bandwidth = inf"):
+        fp8scope.diagnose(nn.Linear(4, 4), bandwidth=math.inf)
+
+
 JOBS = """
 import torch
 from torch import nn
@@ -173,6 +180,12 @@ def number():
 
 def broken():
     return nn.Linear(4, "4")
+
+def leaves():
+    raise SystemExit(0)
+
+def tells():
+    raise RuntimeError("one line\\nand another")
 """
 
 
@@ -205,6 +218,8 @@ def test_the_command_prints_a_table_or_json(jobs: None, capsys: pytest.CaptureFi
     ("somebodys_jobs:number", 2, "must return a model first, not a int"),
     ("somebodys_jobs:broken", 2, "TypeError"),
     ("somebodys_jobs:absent", 2, "AttributeError"),
+    ("somebodys_jobs:leaves", 2, "SystemExit: 0"),
+    ("somebodys_jobs:tells", 2, "one line and another"),
     ("nobodys_jobs:build", 2, "ModuleNotFoundError"),
     ("somebodys_jobs", 2, "must be MODULE:FUNCTION"),
     ("", 2, "must be MODULE:FUNCTION"),

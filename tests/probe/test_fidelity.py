@@ -118,6 +118,21 @@ def test_a_loss_that_fails_is_an_event_and_everything_is_put_back() -> None:
         ("probe_error", "grad_fidelity")]
 
 
+def test_an_interrupt_passes_and_measuring_goes_on() -> None:
+    """Ctrl-C in the closure reaches the job, which may catch it and train on: the step is measured."""
+    model, worker = Net(), MemoryWorker()
+
+    def interrupted() -> Tensor:
+        raise KeyboardInterrupt
+
+    with Scope(model, (), worker=worker, every=1) as scope:
+        with pytest.raises(KeyboardInterrupt):
+            scope.grad_fidelity(interrupted)
+        torch.autograd.backward(loss_of(model, 1))
+        scope.step(0)
+    assert worker.metrics(0)["first", "activation", "rowwise"]["calls"] == 1
+
+
 def test_nothing_to_compare_is_said() -> None:
     """A model whose layers compute in one precision only: no extra pass, and the reason."""
     model, worker = nn.Sequential(nn.Linear(8, 8)), MemoryWorker()
