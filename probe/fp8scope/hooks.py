@@ -125,7 +125,6 @@ class LayerProbe:
         if watch.once(*series.key) and mine:
             watch.measure(series, matrix(weight), element, scales=scales, power_of_two=power_of_two)
 
-
     def operands(self, x: Tensor, weight: Tensor, call: int) -> None:
         """One call in a compiled region; see `compiled.Traced`."""
         watch, name = self.watch, self.layer.name
