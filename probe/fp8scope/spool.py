@@ -73,8 +73,9 @@ class Spool:
         self._reader: SegmentReader | None = None
         self._written: set[str] = set()  # layouts in the segment being written
         self._heads: deque[Record] = deque()  # read from the oldest segment, not acknowledged
-        self._rescued: deque[Record] = deque()  # the same, of segments that a limit has removed since
+        self._rescued: deque[Record] = deque()  # the same, of what a limit has removed since
         self._memory: deque[Record] = deque()
+        self._lent = 0  # how many of `_memory` `peek` has returned
         self._memory_bytes = 0
         try:
             _make_folder(folder)
@@ -116,7 +117,11 @@ class Spool:
                     self._remove(self._segments[0])
                 else:
                     break
-            return first_of(self._rescued or self._heads or self._memory, most, most_bytes)
+            source = self._rescued or self._heads or self._memory
+            found = first_of(source, most, most_bytes)
+            if source is self._memory:
+                self._lent = max(self._lent, len(found))
+            return found
 
     def ack(self, record: Record) -> None:
         """Forget `record`, the oldest that `peek` returned. Harmless when a limit dropped it meanwhile."""
@@ -125,6 +130,7 @@ class Spool:
                 self._rescued.popleft()
             elif self._memory and self._memory[0] is record:
                 self._memory_bytes -= len(self._memory.popleft().payload)
+                self._lent = max(0, self._lent - 1)
             elif self._heads and self._heads[0] is record:
                 self._heads.popleft()
                 self._segments[0].pending -= 1
@@ -314,8 +320,13 @@ class Spool:
         self._memory.append(record)
         self._memory_bytes += len(record.payload)
         while self._memory_bytes > self._memory_limit:
-            self._memory_bytes -= len(self._memory.popleft().payload)
-            self.lost["memory full"] += 1
+            oldest = self._memory.popleft()
+            self._memory_bytes -= len(oldest.payload)
+            if self._lent:  # it may be on its way already
+                self._lent -= 1
+                self._rescued.append(oldest)
+            else:
+                self.lost["memory full"] += 1
 
     def _leave_disk(self, error: OSError) -> None:
         self.on_disk = False

@@ -361,6 +361,23 @@ def test_a_folder_that_cannot_be_made_degrades_to_memory(
     spool.close()
 
 
+def test_what_may_be_on_its_way_is_not_counted_as_lost(open_spool: Opener, tmp_path: Path) -> None:
+    """Memory is full while a request with its two oldest batches is under way: those stay until they are
+    acknowledged, in order, and only what nobody has sent is dropped and counted."""
+    (tmp_path / "file").touch()
+    spool = open_spool(tmp_path / "file" / "s", memory=4_000)
+    for seq in range(4):
+        spool.append(seq, bytes(1_000))
+    sent = spool.peek_many(2, 10_000)
+    for seq in range(4, 8):
+        spool.append(seq, bytes(1_000))
+    assert spool.lost == {"memory full": 2}
+    for record in sent:
+        spool.ack(record)
+    assert [record.seq for record in sent] == [0, 1]
+    assert [record.seq for record in drain(spool)] == [4, 5, 6, 7]
+
+
 def test_a_disk_that_fills_up_degrades_to_memory(
     open_spool: Opener, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
