@@ -77,6 +77,16 @@ def test_training_goes_on_and_all_is_stored_once(peer: Any, start: Starter, unti
     assert peer.journal(duplicate=True)
 
 
+def check_losses(peer: Any, steps: int, reason: str) -> None:
+    """Some steps of the only attempt are not stored, not the last one, and just those are told as lost."""
+    [attempt] = attempts(peer)
+    found = stored(peer, attempt)
+    assert found == sorted(found)
+    assert found[-1] == steps - 1
+    assert told(peer, attempt) == {reason: steps - len(found)}
+    assert steps > len(found)
+
+
 def test_what_is_refused_is_counted_and_told(peer: Any, start: Starter, until: Any) -> None:
     """For a while the collector refuses everything, as broken and then as too large: those batches are set
     aside, their number is known, and the steps after are stored."""
@@ -89,13 +99,7 @@ def test_what_is_refused_is_counted_and_told(peer: Any, start: Starter, until: A
     job.advance(20)
     (peer.folder / "rules.json").unlink()
     job.advance(20)
-    steps = job.end()
-    [attempt] = attempts(peer)
-    found = stored(peer, attempt)
-    assert found == sorted(found)
-    assert found[-1] == steps - 1
-    assert told(peer, attempt) == {"rejected": steps - len(found)}
-    assert steps > len(found)
+    check_losses(peer, job.end(), "rejected")
 
 
 def test_a_killed_job_is_resumed_and_nothing_it_spooled_is_missing(peer: Any, start: Starter) -> None:
@@ -154,13 +158,7 @@ def test_a_full_spool_gives_up_its_oldest_segments(peer: Any, start: Starter) ->
     job.advance(300)
     peer.start()
     job.advance(20)
-    steps = job.end()
-    [attempt] = attempts(peer)
-    found = stored(peer, attempt)
-    assert found == sorted(found)
-    assert found[-1] == steps - 1
-    assert told(peer, attempt) == {"spool full": steps - len(found)}
-    assert steps > len(found)
+    check_losses(peer, job.end(), "spool full")
 
 
 def test_a_full_disk_is_lived_with(peer: Any, start: Starter, tmp_path: Path) -> None:
