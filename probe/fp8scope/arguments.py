@@ -11,6 +11,9 @@ from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.recipes import parse_recipe
 from fp8scope_protocol.wire import check_run
 
+LARGEST = 2**53
+"""Of steps and of counts of steps: what JSON and the collector keep exactly."""
+
 
 def bare(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside the wrappers of Accelerate, Lightning and others, which have no step hooks."""
@@ -42,7 +45,15 @@ def check_arguments(
     if not formats:
         raise Invalid("formats", formats, "must name at least one format")
     for name in formats:
+        if not isinstance(name, str):
+            raise Invalid("formats", name, "must be names of formats")
         parse_recipe(name)
+
+
+def check_switch(name: str, value: object) -> None:
+    """Refuses what is neither True nor False: it would travel in the hello, which nobody could read."""
+    if not isinstance(value, bool):
+        raise Invalid(name, value, "must be True or False")
 
 
 def check_budget(budget: float | None) -> None:
@@ -54,8 +65,8 @@ def check_budget(budget: float | None) -> None:
 
 
 def is_whole(n: object, *, least: int) -> bool:
-    """Python's integers and NumPy's, but not True."""
-    return isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= least
+    """Python's integers and NumPy's, but not True, as far as they can be stored."""
+    return isinstance(n, Integral) and not isinstance(n, bool) and least <= int(n) <= LARGEST
 
 
 def check_unattached(model: nn.Module) -> None:

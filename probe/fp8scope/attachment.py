@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from fp8scope.arguments import bare, check_arguments, check_budget, check_unattached, format_names
+from fp8scope.arguments import (
+    bare,
+    check_arguments,
+    check_budget,
+    check_switch,
+    check_unattached,
+    format_names,
+)
 from fp8scope.cadence import Cadence
 from fp8scope.layers import find_layers, find_unobserved
 from fp8scope.precision import precision_map
@@ -64,6 +71,8 @@ def attach(
     names = format_names(formats)
     check_arguments(run, every, detail_every, start_step, names)
     check_budget(budget)
+    check_switch("resume", resume)
+    check_switch("remote_control", remote_control)
     every, detail_every = int(every), int(detail_every)
     check_unattached(model)
     settings = read_settings(collector=collector, spool=spool)

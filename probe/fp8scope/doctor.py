@@ -55,7 +55,7 @@ def load(target: str, *, meta: bool = False) -> tuple[nn.Module, tuple[Optimizer
         where = f"{os.path.basename(place.filename)}, line {place.lineno}"
         what = " ".join(str(error).split())
         raise Invalid("target", target, f"{type(error).__name__}: {what} ({where})") from error
-    model, *optimizers = made if isinstance(made, tuple | list) else (made,)
+    model, *optimizers = made if isinstance(made, tuple | list) and made else (made,)
     if not isinstance(model, nn.Module):
         raise Invalid("target", target, f"must return a model first, not a {type(model).__name__}")
     flat = [one for each in optimizers for one in (each if isinstance(each, Iterable) else (each,))]

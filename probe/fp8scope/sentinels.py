@@ -197,7 +197,7 @@ class Sentinels:
         """What a job says, as float64 [] on the device; `Invalid` if it is not one number."""
         try:
             return self._number(value)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else value
             raise Invalid(name, given, "must be one real number") from None
 

@@ -181,6 +181,9 @@ def number():
 def broken():
     return nn.Linear(4, "4")
 
+def empty():
+    return ()
+
 def leaves():
     raise SystemExit(0)
 
@@ -218,6 +221,7 @@ def test_the_command_prints_a_table_or_json(jobs: None, capsys: pytest.CaptureFi
     ("somebodys_jobs:number", 2, "must return a model first, not a int"),
     ("somebodys_jobs:broken", 2, "TypeError"),
     ("somebodys_jobs:absent", 2, "AttributeError"),
+    ("somebodys_jobs:empty", 2, "must return a model first, not a tuple"),
     ("somebodys_jobs:leaves", 2, "SystemExit: 0"),
     ("somebodys_jobs:tells", 2, "one line and another"),
     ("nobodys_jobs:build", 2, "ModuleNotFoundError"),

@@ -160,16 +160,29 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Any) -> None:
         assert scope.current == 40
 
 
-WRONG = {"run": "", "every": 0, "formats": ("e9m9",), "start_step": -1, "collector": "ftp://x"}
+WRONG = [
+    ("run", ""), ("every", 0), ("every", 10**30), ("formats", ("e9m9",)), ("formats", [3]),
+    ("formats", [b"e4m3"]), ("start_step", -1), ("collector", "ftp://x"), ("resume", 1), ("resume", "yes"),
+    ("remote_control", "yes"),
+]
 
 
-@pytest.mark.parametrize("name", list(WRONG))
-def test_wrong_arguments_are_named(name: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_wrong_arguments_are_named(name: str, value: Any, tmp_path: Any) -> None:
     """`attach` says which argument is wrong before it touches the model."""
     model = network()
     with pytest.raises(Invalid):
-        fp8scope.attach(model, **({"run": "r", "spool": tmp_path} | {name: WRONG[name]}))
+        fp8scope.attach(model, **({"run": "r", "spool": tmp_path} | {name: value}))
     assert not model[0]._forward_pre_hooks
+
+
+def test_numbers_that_cannot_be_kept_are_named() -> None:
+    """A loss that no float holds and a step that no batch can carry."""
+    with Scope(network(), (), worker=MemoryWorker(), every=1) as scope:
+        with pytest.raises(Invalid, match="loss"):
+            scope.log(loss=10**400)
+        with pytest.raises(Invalid, match="step number"):
+            scope.step(2**70)
 
 
 @pytest.mark.parametrize("every", [1, 100])
