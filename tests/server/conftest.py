@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import socket
+import subprocess
 import tempfile
 import threading
 import uuid
@@ -17,6 +18,8 @@ import numpy.typing as npt
 import psycopg
 import pytest
 import uvicorn
+from sqlalchemy import NullPool
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from fp8scope_protocol.commands import CommandReport
 from fp8scope_protocol.series import Layout, Series, encode_layout
@@ -31,6 +34,7 @@ from fp8scope_protocol.wire import (
     planes_of,
 )
 from fp8scope_server.app import create_app
+from fp8scope_server.database import migrate
 from fp8scope_server.postgres import EmbeddedPostgres
 from fp8scope_server.settings import ServerSettings
 
@@ -62,6 +66,32 @@ def postgres(home: Path) -> Iterator[EmbeddedPostgres]:
     """The server that all test modules share."""
     with EmbeddedPostgres(home) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def cluster(home: Path) -> Path:
+    """A data home with a migrated database, to copy: making one is most of a first start."""
+    path = home / "template"
+    with EmbeddedPostgres(path) as server:
+        assert server.owner
+        engine = create_async_engine(server.url(), poolclass=NullPool)
+        asyncio.run(migrate(engine))
+    return path
+
+
+@pytest.fixture
+def empty(home: Path) -> Iterator[Path]:
+    """A data home for one test, not yet there, with a path short enough for its socket."""
+    path = home / uuid.uuid4().hex[:8]
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def folder(empty: Path, cluster: Path) -> Path:
+    """A data home for one test, with a migrated database."""
+    subprocess.run(["cp", "-a", str(cluster), str(empty)], check=True)
+    return empty
 
 
 @pytest.fixture(scope="module")

@@ -333,6 +333,21 @@ def test_rules_that_make_no_sense_are_422(
     assert client.get(f"/runs/{run}/rules").json() == []
 
 
+def test_json_needs_no_content_type_but_no_other_one(job: Jobs, client: httpx.Client) -> None:
+    """As with `curl -d`, which calls everything a form: 415, which says what is accepted."""
+    run = job().start()
+    wish = {"action": {"modules": ["layers.0"], "precision": "bf16"}}
+    for method, path, body, done in (("PUT", f"/runs/{run}/rules/underflow", rule(), 200),
+                                     ("POST", f"/runs/{run}/commands", wish, 201)):
+        content = json.dumps(body).encode()
+        form = client.request(method, path, content=content, headers={"content-type": "text/form"})
+        assert form.status_code == 415
+        assert "content-type = 'text/form'; send JSON, with application/json" in form.json()["detail"]
+        assert client.request(method, path, content=content).status_code == done
+        assert client.request(method, path, content=b"{").status_code == 422
+        assert client.request(method, path).status_code == 422
+
+
 def test_a_replaced_rule_still_knows_which_layers_it_holds(started: Any, client: httpx.Client) -> None:
     """A layer that the old version sent to BF16 is taken back by the new one."""
     one, run = started()

@@ -2,13 +2,13 @@
 
 import os
 import pwd
-import shutil
 import signal
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import psycopg
@@ -26,30 +26,6 @@ with EmbeddedPostgres(Path(sys.argv[1])) as server:
     print(server.pid, flush=True)
     time.sleep(600)
 """
-
-
-@pytest.fixture(scope="module")
-def cluster(home: Path) -> Path:
-    """A data home with a cluster that was used once, to copy: initdb is most of a first start."""
-    path = home / "template"
-    with EmbeddedPostgres(path) as server:
-        assert server.owner
-    return path
-
-
-@pytest.fixture
-def empty(home: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A data home for one test, not yet there."""
-    path = home / str(request.node.name)
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
-
-
-@pytest.fixture
-def folder(empty: Path, cluster: Path) -> Path:
-    """A data home for one test, with a cluster."""
-    subprocess.run(["cp", "-a", str(cluster), str(empty)], check=True)
-    return empty
 
 
 def connect(server: EmbeddedPostgres) -> psycopg.Connection:
@@ -203,6 +179,29 @@ def test_a_long_path_gets_a_short_private_socket(empty: Path) -> None:
             assert not second.owner
             assert connection.execute("SELECT 1").fetchone() == (1,)
     assert not socket.exists()
+
+
+def test_who_takes_over_is_found_by_the_others(empty: Path) -> None:
+    """Of three on one server, with a socket under /tmp, the owner leaves: one takes over, with a socket
+    elsewhere, and the third finds it there."""
+    deep = empty / ("x" * 100)
+    heir, third = EmbeddedPostgres(deep), EmbeddedPostgres(deep)
+    with EmbeddedPostgres(deep) as owner, connect(owner) as connection:
+        connection.execute("CREATE TABLE kept AS SELECT 42 AS answer")
+        heir.start()
+        third.start()
+        before = owner.socket_folder
+        assert not heir.deserted()
+        assert not heir.owner
+    assert heir.deserted()
+    heir.restart()
+    with closing(heir), closing(third):
+        assert heir.owner
+        assert not heir.deserted()
+        assert not third.deserted()
+        assert third.socket_folder != before
+        with connect(third) as connection:
+            assert connection.execute("SELECT answer FROM kept").fetchone() == (42,)
 
 
 def test_programs_that_the_servers_user_cannot_reach_are_copied(empty: Path) -> None:

@@ -1,13 +1,11 @@
 """The collector as a process: it starts, says why it cannot, stops clean, and keeps what it acknowledged."""
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +15,6 @@ import pytest
 from tests.server.conftest import TOKEN, Job
 
 from fp8scope_server.postgres import EmbeddedPostgres
-
-
-@pytest.fixture
-def folder(home: Path) -> Iterator[Path]:
-    """A data home for one test, with a path short enough for its socket."""
-    path = home / uuid.uuid4().hex[:8]
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def free_port() -> int:
@@ -104,22 +94,49 @@ def test_a_killed_database_is_started_again_and_keeps_what_was_acknowledged(fold
         assert process.poll() is None
 
 
-def test_a_used_port_is_one_line_and_exit_code_2(folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_collector_takes_over_the_database_of_one_that_ends(folder: Path, number: int) -> None:
+    """Two collectors on one data home, and the one that runs PostgreSQL ends, cleanly or killed: the other
+    runs it from then on, and keeps what either acknowledged."""
+    with serving(folder, free_port()) as (owner, first), serving(folder, free_port()) as (heir, second):
+        job = Job(client=first, run="kept")
+        job.start()
+        job.send(0, job.values())
+        job.client = second
+        job.send(1, job.values())
+        owner.send_signal(number)
+        owner.wait(60)
+        deadline = time.monotonic() + 60
+        answers = []
+        while (reply := job.post(job.last)).status_code != 200:
+            answers.append(reply.status_code)
+            assert time.monotonic() < deadline, answers
+            time.sleep(0.1)
+        assert set(answers) <= {503}
+        assert reply.json()["duplicate"] is True
+        job.send(2, job.values())
+        assert second.get("/runs/kept").json()["batches"] == 3
+        heir.send_signal(signal.SIGTERM)
+        assert heir.wait(60) == 0
+    assert EmbeddedPostgres(folder).log.read_text().rstrip().endswith("database system is shut down")
+
+
+def test_a_used_port_is_one_line_and_exit_code_2(empty: Path) -> None:
     """The line names the variable and the port; no database is started for it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with command(folder, port) as process:
+        with command(empty, port) as process:
             _, said = process.communicate(timeout=60)
     assert process.returncode == 2
     assert said.startswith(f"fp8scope collector: FP8SCOPE_PORT = {port}: cannot listen on 127.0.0.1")
     assert len(said.splitlines()) == 1
-    assert not (folder / "postgres").exists()
+    assert not (empty / "postgres").exists()
 
 
-def test_no_database_is_one_line_and_exit_code_2(folder: Path) -> None:
+def test_no_database_is_one_line_and_exit_code_2(empty: Path) -> None:
     """A database that does not answer is named; there is no traceback."""
     url = "postgresql://user:secret@127.0.0.1:1/nothing"
-    with command(folder, free_port(), FP8SCOPE_DATABASE_URL=url) as process:
+    with command(empty, free_port(), FP8SCOPE_DATABASE_URL=url) as process:
         _, said = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "fp8scope collector: no database at postgresql+psycopg://user:***@127.0.0.1:1/nothing" in said
