@@ -30,7 +30,7 @@ from fp8scope.gemm import WgradSample, gemm_error, sample_columns, wgrad_row_err
 from fp8scope.inert import Inert, InertObserver
 from fp8scope.layers import Layer, weight_of
 from fp8scope.roundtrip import channel_outlier_ratio
-from fp8scope.sharding import is_first_copy, is_measured_here
+from fp8scope.sharding import is_first_copy, is_measured_here, unreadable
 from fp8scope.sums import MAX_COLUMNS
 from fp8scope.watch import Watch, matrix
 from fp8scope_protocol.formats import E4M3, Format
@@ -215,6 +215,9 @@ class GradientHook(Inert):
         if probe.watch.sampling:
             probe.watch.gradients.add(probe.layer.name)
             with probe.watch.guarded(probe.layer.name):
+                if kind := unreadable(gradient):
+                    probe.watch.unobserved(probe.layer.name, f"its gradient cannot be read: {kind}")
+                    return
                 dy = matrix(gradient)
                 if is_first_copy(gradient):
                     probe.add_operand("gradient", dy)
@@ -285,16 +288,23 @@ class InSituObserver(InertObserver):
 def _measure_inputs(probe: LayerProbe, module: nn.Module, inputs: Any) -> None:
     """What goes into a plain linear."""
     weight, watch, name = weight_of(module), probe.watch, probe.layer.name
-    if weight is None:
-        watch.unobserved(name, "no weight that can be read without computing it (parametrized)")
-        return
-    found = [x for x in tensors_in(inputs) if x.is_floating_point() and x.shape[-1:] == weight.shape[-1:]]
-    if not found:
-        watch.unobserved(name, f"no input of {weight.shape[-1]} features")
-    _measure_operands(probe, weight, found)
+    why = "no weight that can be read without computing it (parametrized)" if weight is None else ""
+    if weight is not None and (kind := unreadable(weight)):
+        why = f"its weight cannot be read: {kind}"
+    if why:
+        watch.unobserved(name, why)
+    width = module.in_features if weight is None or why else weight.shape[-1]
+    floating = [x for x in tensors_in(inputs) if x.is_floating_point()]
+    kinds = [unreadable(x) for x in floating]
+    for kind in filter(None, kinds):
+        watch.unobserved(name, f"an input cannot be read: {kind}")
+    found = [x for x, kind in zip(floating, kinds, strict=True) if not kind and x.shape[-1:] == (width,)]
+    if not found and not any(kinds):
+        watch.unobserved(name, f"no input of {width} features")
+    _measure_operands(probe, None if why else weight, found)
 
 
-def _measure_operands(probe: LayerProbe, weight: Tensor, inputs: list[Tensor]) -> None:
+def _measure_operands(probe: LayerProbe, weight: Tensor | None, inputs: list[Tensor]) -> None:
     """Inputs [..., K]; the weight [N, K] and the errors of products in the first call of a step."""
     watch = probe.watch
     for operand in inputs:
@@ -309,10 +319,12 @@ def _measure_operands(probe: LayerProbe, weight: Tensor, inputs: list[Tensor]) -
             scaling = recipe.scaling_of("activation")
             series = probe.series("activation", "rowwise", recipe.element, scaling)
             watch.largest(series, CHANNEL_OUTLIER, outliers)
-            if watch.once("gemm", *series.key):
+            if weight is not None and watch.once("gemm", *series.key):
                 watch.largest(series, GEMM_ERROR, gemm_error(
                     x, matrix(weight), recipe.element, x_scaling=scaling,
                     weight_scaling=recipe.scaling_of("weight")))
+    if weight is None:
+        return
     cast = probe.layer.live.get(("weight", "rowwise"))
     if cast is not None:
         probe.add_weight(probe.series("weight", "rowwise", cast.element, cast.scaling, live=True), weight,

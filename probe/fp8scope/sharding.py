@@ -1,12 +1,15 @@
-"""Which part of a parameter this rank holds, and how many other ranks hold the same part.
+"""Which part of a tensor this rank holds, whether its values lie there, and how many ranks hold the same.
 
-DTensors are recognised by their placements, so that a job without them does not import them.
+DTensors are recognised by their placements, so that a job without them does not import them. What wraps other
+tensors has no values of its own: its address is 0, and a kernel that read there would end the job.
 """
 
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 
 class Axis(NamedTuple):
@@ -18,9 +21,30 @@ class Axis(NamedTuple):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, any other tensor itself; without its gradient history."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part.detach()
+    """This rank's part of a DTensor, any other tensor itself; without its gradient history. Plain, unless it
+    is one of those that `unreadable` names."""
+    part: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if hasattr(part, "trigger_wait"):  # the result of a collective under way: the stream waits, not the host
+        part = part.trigger_wait()
+    if type(part) not in (Tensor, Parameter) and not _wraps(part):
+        with torch._C.DisableTorchFunctionSubclass():
+            part = part.as_subclass(Tensor)
+    detached: Tensor = part.detach()
+    return detached
+
+
+def unreadable(tensor: Tensor) -> str:
+    """Why the values of `tensor` cannot be read where it lies; empty if they can."""
+    part = local(tensor)
+    if _wraps(part):
+        return f"a {type(part).__name__}, whose values only its own operations know"
+    if part.is_nested or part.layout is not torch.strided:
+        return "nested" if part.is_nested else f"{part.layout}".removeprefix("torch.")
+    return "" if part.is_floating_point() else f"{part.dtype}".removeprefix("torch.")
+
+
+def _wraps(tensor: Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def replicas(tensor: Tensor, world: int) -> int:

@@ -24,14 +24,16 @@ TURNS = 8
 
 
 class Guard:
-    """A context without gradients, autocast, inference mode and the job's dispatch modes (selective
-    checkpointing counts operations), in which errors are counted and go no further, and time is counted.
+    """A context without gradients, autocast, inference mode, the job's dispatch modes (selective
+    checkpointing counts operations) and function modes (a default device) and what subclasses of Tensor make
+    of functions, in which errors are counted and go no further, and time is counted.
 
     Entered several times a layer and step: what is off already is not switched off, which takes 3 us where
     `contextlib.ExitStack` over all four takes 40.
     """
 
-    __slots__ = ("_begin", "_device", "_problems", "_stack", "_timer", "_where", "_with_gradients")
+    __slots__ = ("_begin", "_device", "_functions", "_problems", "_stack", "_timer", "_where",
+                 "_with_gradients")
 
     def __init__(self, where: str, problems: Counter[tuple[str, str]], timer: Timer) -> None:
         self._where = where
@@ -39,9 +41,11 @@ class Guard:
         self._timer = timer
         self._device = timer.device.type
         self._stack: ExitStack | None = None
+        self._functions = torch._C.DisableTorchFunction()
 
     def __enter__(self) -> None:
         self._begin = perf_counter()
+        self._functions.__enter__()
         self._with_gradients = torch.is_grad_enabled()
         modes = torch._C._len_torch_dispatch_stack()
         if modes or torch.is_inference_mode_enabled() or torch.is_autocast_enabled(self._device):
@@ -58,6 +62,7 @@ class Guard:
         torch._C._set_grad_enabled(self._with_gradients)
         if self._stack is not None:
             self._stack.close()
+        self._functions.__exit__(kind, error, trace)
         self._timer.probe_seconds += perf_counter() - self._begin
         if isinstance(error, Exception):
             self._problems[self._where, f"{type(error).__name__}: {error}"[:300]] += 1

@@ -1,0 +1,207 @@
+"""Weights, inputs and gradients that are no plain tensors: read where that can be done, else listed."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.nn.utils.parametrizations import weight_norm
+
+from fp8scope.roundtrip import round_trip
+from fp8scope.scope import Scope
+from fp8scope.sharding import local, unreadable
+from fp8scope.testing import MemoryWorker
+from fp8scope_protocol.formats import E4M3
+from fp8scope_protocol.wire import ProbeEvent
+
+OPERANDS = {("activation", "rowwise"), ("activation", "columnwise"),
+            ("gradient", "rowwise"), ("gradient", "columnwise")}
+
+
+class Stored(Tensor):
+    """Codes and a scale that look like one fp32 tensor; only `linear` and `detach` know how to read them."""
+
+    codes: Tensor
+    scale: float
+
+    @staticmethod
+    def __new__(cls: type["Stored"], codes: Tensor, scale: float) -> "Stored":
+        shown: Stored = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        shown.codes, shown.scale = codes, scale
+        return shown
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            return args[0] @ (args[1].codes * args[1].scale).t()
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        raise NotImplementedError(f"{func} of Stored")
+
+
+def stored() -> nn.Linear:
+    layer = nn.Linear(16, 5, bias=False)
+    codes = torch.randint(-5, 5, (5, 16), dtype=torch.int8)
+    layer.weight = nn.Parameter(Stored(codes, 0.1), requires_grad=False)
+    return layer
+
+
+class Packed(nn.Linear):
+    """Four bits a weight, two of them in a byte of a column: the layout of 4-bit layers."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 5, bias=False)
+        self.weight = nn.Parameter(torch.zeros(40, 1, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ torch.ones(16, 5)
+
+
+class Int8(nn.Linear):
+    """Codes in the parameter, the scale beside them."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 5, bias=False)
+        self.weight = nn.Parameter(torch.ones(5, 16, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ (self.weight * 0.1).t()
+
+
+def trained(layer: nn.Module, inputs: Callable[[], Tensor] = lambda: torch.randn(3, 16)) -> MemoryWorker:
+    """Two steps of a layer before it and the layer."""
+    model, worker = nn.Sequential(nn.Linear(16, 16), layer), MemoryWorker()
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+    with Scope(model, (optimizer,), worker=worker, every=1):
+        for _ in range(2):
+            model(inputs()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return worker
+
+
+def told(worker: MemoryWorker) -> list[ProbeEvent]:
+    return [event for record in worker.records for event in record.events]
+
+
+@pytest.mark.parametrize(("make", "kind"), [(stored, "a Stored"), (Packed, "uint8"), (Int8, "int8"),
+                                            (lambda: weight_norm(nn.Linear(16, 5)), "parametrized")])
+def test_z2_a_weight_that_cannot_be_read_is_listed(make: Callable[[], nn.Module], kind: str) -> None:
+    """Z2: once, with its kind and as no fault of the probe's; the layer's other operands are measured."""
+    worker = trained(make())
+    (event,) = told(worker)
+    assert (event.kind, event.name) == ("unobserved", "1")
+    assert kind in event.text
+    for step in (0, 1):
+        metrics = worker.metrics(step)
+        assert {key[1:] for key in metrics if key[0] == "1"} == OPERANDS
+        assert metrics["1", "activation", "rowwise"]["elements"] == 3 * 16
+        assert metrics["1", "gradient", "rowwise"]["elements"] == 3 * 5
+        assert not [key for key in metrics if key[0].startswith("1.weight") and "weight" in key[1]]
+        assert ("0.weight", "weight", "rowwise") in metrics
+
+
+def test_what_wraps_another_tensor_never_reaches_a_kernel() -> None:
+    """Its address is 0: a kernel would read there. Of a collective the result is taken, the rest refused."""
+    flying = AsyncCollectiveTensor(torch.ones(2, 128))
+    flying.completed = True
+    assert flying.data_ptr() == 0
+    plain = local(flying)
+    assert type(plain) is Tensor
+    assert plain.data_ptr() != 0
+    assert not unreadable(flying)
+    assert round_trip(plain, E4M3, "tile 1x128").counts[0] == 256
+    assert "Stored" in unreadable(Stored(torch.ones(2, 2, dtype=torch.int8), 1.0))
+
+
+class Counted(Tensor):
+    """A plain tensor that notes what is done with it, as images and tracked tensors do."""
+
+    seen: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def test_a_subclass_does_not_see_the_probe() -> None:
+    """It is read as the tensor it is, and its own functions run as often as without a probe."""
+    found = []
+    for probe in (False, True):
+        torch.manual_seed(0)
+        model, worker = nn.Sequential(nn.Linear(16, 5)), MemoryWorker()
+        scope = Scope(model, (), worker=worker, every=1) if probe else None
+        x = torch.randn(3, 16).as_subclass(Counted)
+        Counted.seen.clear()
+        loss: Tensor = model(x).sum()
+        torch.autograd.backward(loss.as_subclass(Tensor))
+        found.append([getattr(one, "__name__", "") for one in Counted.seen])
+        if scope is not None:
+            scope.step(0)
+    assert found[0] == found[1]
+    assert told(worker) == []
+    assert worker.metrics(0)["0", "activation", "rowwise"]["elements"] == 48
+
+
+def test_a_default_device_is_the_jobs() -> None:
+    """One without values at that: the numbers are those of a job that has set none."""
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        model, worker = nn.Sequential(nn.Linear(16, 5)), MemoryWorker()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with torch.device(device), Scope(model, (optimizer,), worker=worker, every=1) as scope:
+            for step in range(3):
+                model(torch.ones(3, 16, device="cpu")).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                scope.step(step, loss=1.0)
+        assert told(worker) == []
+        found.append([(worker.metrics(step), worker.sentinels(step)) for step in range(3)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize(("inputs", "kind"), [
+    (lambda: torch.eye(16).to_sparse_csr(), "sparse_csr"),
+    (lambda: torch.nested.nested_tensor([torch.ones(2, 16), torch.ones(3, 16)]), "nested"),
+    (lambda: torch.nested.nested_tensor([torch.ones(2, 16), torch.ones(3, 16)], layout=torch.jagged),
+     "a NestedTensor"),
+])
+def test_inputs_without_rows_are_listed(inputs: Callable[[], Tensor], kind: str) -> None:
+    """Sparse and nested tensors: training goes on as it did, the layer is named with the kind of input."""
+    model, worker = nn.Sequential(nn.Linear(16, 5)), MemoryWorker()
+    with Scope(model, (), worker=worker, every=1) as scope:
+        y = model(inputs())
+        y = y.values() if y.is_nested and y.layout is torch.jagged else y.to_padded_tensor(0.0) if (
+            y.is_nested) else y
+        y.sum().backward()
+        scope.step(0)
+    events = told(worker)
+    assert {event.kind for event in events} == {"unobserved"}
+    assert any(kind in event.text for event in events)
+    assert model[0].weight.grad is not None
+    assert ("activation", "rowwise") not in {key[1:] for key in worker.metrics(0)}
+    assert worker.metrics(0)["0.weight", "weight", "rowwise"]["elements"] == 80
+
+
+def test_integers_beside_the_input_are_no_inputs() -> None:
+    """Masks and positions are passed over in silence."""
+    class Masked(nn.Linear):
+        def forward(self, input: Tensor, mask: Any = None) -> Tensor:
+            return super().forward(input)
+
+    model, worker = nn.Sequential(Masked(16, 5)), MemoryWorker()
+    with Scope(model, (), worker=worker, every=1) as scope:
+        model[0](torch.randn(3, 16), mask=torch.ones(3, 16, dtype=torch.bool)).sum().backward()
+        scope.step(0)
+    assert told(worker) == []
+    assert worker.metrics(0)["0", "activation", "rowwise"]["calls"] == 1
