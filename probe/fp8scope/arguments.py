@@ -24,6 +24,12 @@ def bare(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def bare_optimizers(given: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...]:
+    """Each one's inside, once: an optimizer may be given beside its wrapper or its scheduler."""
+    many = given if isinstance(given, Iterable) else (given,)
+    return tuple({id(one): one for one in map(bare, many)}.values())
+
+
 def format_names(formats: Iterable[str]) -> tuple[str, ...]:
     """Each name once; a single one may stand for itself."""
     if not isinstance(formats, Iterable):

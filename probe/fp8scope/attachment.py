@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fp8scope.arguments import (
-    bare,
+    bare_optimizers,
     check_arguments,
     check_budget,
     check_switch,
@@ -67,7 +67,7 @@ def attach(
     """
     if not isinstance(model, nn.Module):
         raise Invalid("model", type(model).__name__, "must be a torch.nn.Module")
-    given = tuple(map(bare, optimizers if isinstance(optimizers, Iterable) else (optimizers,)))
+    given = bare_optimizers(optimizers)
     names = format_names(formats)
     check_arguments(run, every, detail_every, start_step, names)
     check_budget(budget)

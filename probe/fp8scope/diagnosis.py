@@ -21,7 +21,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from fp8scope.arguments import bare, check_arguments, check_unattached, format_names, is_whole
+from fp8scope.arguments import (
+    bare_optimizers,
+    check_arguments,
+    check_unattached,
+    format_names,
+    is_whole,
+)
 from fp8scope.planned import Plan, find_gaps, plan_layers, plan_states
 from fp8scope.reduction import table_bytes
 from fp8scope.rows import FIRST_CAPACITY
@@ -177,13 +183,13 @@ def diagnose(
     """
     if not isinstance(model, nn.Module):
         raise Invalid("model", type(model).__name__, "must be a torch.nn.Module")
-    given = tuple(map(bare, optimizers if isinstance(optimizers, Iterable) else (optimizers,)))
+    given = bare_optimizers(optimizers)
     names = format_names(formats)
     check_arguments("diagnosis", every, detail_every, None, names)
     if not is_whole(tokens, least=1):
         raise Invalid("tokens", tokens, "must be a number of rows, 1 or more")
-    if not 0 < bandwidth < math.inf:
-        raise Invalid("bandwidth", bandwidth, "must be bytes a second, over 0 and finite")
+    if not 1 <= bandwidth < math.inf:
+        raise Invalid("bandwidth", bandwidth, "must be bytes a second, 1 or more and finite")
     check_unattached(model)
     recipes = parse_recipes(names)
     plans = (*plan_layers(model, recipes, tokens=tokens), *plan_states(model, given, recipes))

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     model, optimizers = load(given.target, meta=given.meta)
     found = diagnose(model, optimizers, formats=given.formats.split(","), every=given.every,
                      detail_every=given.detail_every, tokens=given.tokens, bandwidth=given.bandwidth * 1e9)
-    print(json.dumps(found.document()) if given.json else found)
+    print(json.dumps(found.document(), allow_nan=False) if given.json else found)
     return 0 if found.measured else NOTHING
 
 
@@ -51,15 +52,21 @@ def load(target: str, *, meta: bool = False) -> tuple[nn.Module, tuple[Optimizer
         with torch.device("meta") if meta else nullcontext():
             made = build()
     except (Exception, SystemExit) as error:  # a script that reads its arguments when it is imported
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{os.path.basename(place.filename)}, line {place.lineno}"
-        what = " ".join(str(error).split())
-        raise Invalid("target", target, f"{type(error).__name__}: {what} ({where})") from error
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Invalid("target", target, what + _place(error)) from error
     model, *optimizers = made if isinstance(made, tuple | list) and made else (made,)
     if not isinstance(model, nn.Module):
         raise Invalid("target", target, f"must return a model first, not a {type(model).__name__}")
     flat = [one for each in optimizers for one in (each if isinstance(each, Iterable) else (each,))]
     return model, tuple(flat)
+
+
+def _place(error: BaseException) -> str:
+    """Where somebody's own code failed: not in what is installed, and not in what imports it."""
+    others = (sysconfig.get_path("stdlib"), __file__, "<")
+    own = [frame for frame in traceback.extract_tb(error.__traceback__)
+           if not frame.filename.startswith(others) and "-packages" not in frame.filename]
+    return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
 
 
 class _Parser(argparse.ArgumentParser):

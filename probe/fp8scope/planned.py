@@ -75,7 +75,7 @@ def plan_states(
     places = parameter_places(model)
     for optimizer, group, parameter in _parameters(optimizers):
         place = places.get(id(parameter))
-        if place is None or is_lazy(parameter):
+        if place is None or is_lazy(parameter) or not parameter.numel():
             continue
         live = _stores_codes(optimizer, parameter)
         if adam_form(optimizer, group) is not None:
@@ -122,6 +122,8 @@ def obstacle(layer: Layer) -> str:
         return "no weight that can be read without computing it (parametrized)"
     if is_lazy(weight):
         return "its weight has no shape before the first forward"
+    if not weight.numel():
+        return "its weight has no elements"
     return "" if weight.is_floating_point() or layer.in_situ else f"its weight is stored as {weight.dtype}"
 
 

@@ -154,10 +154,31 @@ def test_wrong_arguments_are_named(name: str) -> None:
         fp8scope.diagnose(**({"model": nn.Linear(4, 4)} | {name: WRONG[name]}))
 
 
-def test_an_endless_bandwidth_is_refused() -> None:
-    """JSON has no word for it."""
-    with pytest.raises(Invalid, match="bandwidth = inf"):
-        fp8scope.diagnose(nn.Linear(4, 4), bandwidth=math.inf)
+@pytest.mark.parametrize("bandwidth", [math.inf, math.nan, 5e-324])
+def test_a_bandwidth_that_leads_to_endless_times_is_refused(bandwidth: float) -> None:
+    """JSON has no word for them."""
+    with pytest.raises(Invalid, match=f"bandwidth = {bandwidth}"):
+        fp8scope.diagnose(nn.Linear(4, 4), bandwidth=bandwidth)
+
+
+def test_an_optimizer_counts_once_however_often_it_is_given() -> None:
+    """Twice, and with its scheduler, as Lightning's users return them."""
+    model = nn.Linear(128, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    once = fp8scope.diagnose(model, optimizer)
+    assert fp8scope.diagnose(model, (optimizer, optimizer, scheduler)) == once
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_a_layer_without_elements_is_no_measurement() -> None:
+    """Alone, nothing would be measured; beside others it is named."""
+    full = nn.Linear(4, 4)
+    model = nn.ModuleDict({"empty": nn.Linear(0, 4), "full": full})
+    found = fp8scope.diagnose(model, torch.optim.AdamW(model.parameters()))
+    assert found.measured == fp8scope.diagnose(full, torch.optim.AdamW(full.parameters())).measured
+    assert {one.name: one.reason for one in found.unobserved}["empty"] == "its weight has no elements"
+    assert not fp8scope.diagnose(nn.Sequential(nn.Linear(0, 0))).measured
 
 
 JOBS = """
@@ -186,6 +207,9 @@ def empty():
 
 def leaves():
     raise SystemExit(0)
+
+def deep():
+    return nn.Linear(4, 4).load_state_dict({"nothing": torch.zeros(1)})
 
 def tells():
     raise RuntimeError("one line\\nand another")
@@ -223,8 +247,9 @@ def test_the_command_prints_a_table_or_json(jobs: None, capsys: pytest.CaptureFi
     ("somebodys_jobs:absent", 2, "AttributeError"),
     ("somebodys_jobs:empty", 2, "must return a model first, not a tuple"),
     ("somebodys_jobs:leaves", 2, "SystemExit: 0"),
-    ("somebodys_jobs:tells", 2, "one line and another"),
-    ("nobodys_jobs:build", 2, "ModuleNotFoundError"),
+    ("somebodys_jobs:tells", 2, "one line and another (somebodys_jobs.py, line 32)"),
+    ("somebodys_jobs:deep", 2, "(somebodys_jobs.py, line 29)"),
+    ("nobodys_jobs:build", 2, "ModuleNotFoundError: No module named 'nobodys_jobs'\n"),
     ("somebodys_jobs", 2, "must be MODULE:FUNCTION"),
     ("", 2, "must be MODULE:FUNCTION"),
 ])
