@@ -26,12 +26,14 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from fp8scope.compiled import Key, trace_call
+from fp8scope.engine_operands import measure_engine
 from fp8scope.gemm import WgradSample, gemm_error, sample_columns, wgrad_row_error_max
 from fp8scope.inert import Inert, InertObserver
 from fp8scope.layers import Layer, weight_of
 from fp8scope.roundtrip import channel_outlier_ratio
 from fp8scope.sharding import is_first_copy, is_measured_here, unreadable
 from fp8scope.sums import MAX_COLUMNS
+from fp8scope.transformer_engine import by_gemm
 from fp8scope.watch import Watch, matrix
 from fp8scope_protocol.formats import E4M3, Format
 from fp8scope_protocol.recipes import what_ifs
@@ -47,6 +49,8 @@ def install(layers: tuple[Layer, ...], watch: Watch) -> list[RemovableHandle]:
     for layer in layers:
         probe = LayerProbe(layer, watch)
         handles.append(layer.module.register_forward_pre_hook(ForwardPreHook(probe), with_kwargs=True))
+        if layer.engine:
+            continue  # its hooks are there in measured steps only
         if not layer.in_situ:
             handles.append(layer.module.register_forward_hook(TracedHook(probe), with_kwargs=True))
         else:
@@ -73,28 +77,29 @@ class LayerProbe:
 
     def series(
         self, role: str, orientation: str, element: Format, scaling: str, policy: str = "current", *,
-        live: bool = False,
+        live: bool = False, gemm: int = 0,
     ) -> Series:
-        """The series of one of this layer's tensors."""
-        key = (role, orientation, element.name, scaling)
+        """The series of one of this layer's tensors; `gemm` tells its weights apart."""
+        layer = self.layer
+        owner = layer.weights[gemm] if role == "weight" else layer
+        key = (owner.name, role, orientation, element.name, scaling)
         if key not in self._series:
-            layer, weight = self.layer, role == "weight"
             self._series[key] = Series(
-                name=layer.weight_name if weight else layer.name, role=role,  # type: ignore[arg-type]
-                orientation=orientation, format=element.name, scaling=scaling,  # type: ignore[arg-type]
-                policy=policy, live=live or layer.in_situ, module=layer.name, depth=layer.depth,
-                aliases=layer.weight_aliases if weight else layer.aliases,
+                name=owner.name, role=role, orientation=orientation,  # type: ignore[arg-type]
+                format=element.name, scaling=scaling, policy=policy, live=live or layer.in_situ,
+                module=layer.name, depth=layer.depth, aliases=owner.aliases,
             )
         return self._series[key]
 
-    def add_operand(self, role: str, x: Tensor) -> None:
+    def add_operand(self, role: str, x: Tensor, gemm: int = 0) -> None:
         """x [R, C] as a what-if, in all formats: along its rows, in a detailed step also x.t(), for wgrad."""
         views = {"rowwise": x, "columnwise": x.t()} if self.watch.detailed else {"rowwise": x}
         for orientation, view in views.items():
-            cast = self.layer.live.get((role, orientation))
+            cast = self.layer.cast(role, orientation, gemm)
             if cast is not None:
-                series = self.series(role, orientation, cast.element, cast.scaling, live=True)
-                self.watch.measure(series, view, cast.element, power_of_two=cast.power_of_two)
+                series = self.series(role, orientation, cast.element, cast.scaling, cast.policy, live=True)
+                self.watch.measure(series, view, cast.element, scales=cast.scales(),
+                                   power_of_two=cast.power_of_two)
             for element, scaling in what_ifs(self.watch.recipes, role):
                 if cast is None or (element, scaling) != cast[:2]:
                     self.watch.measure(self.series(role, orientation, element, scaling), view, element)
@@ -104,6 +109,20 @@ class LayerProbe:
         if self.watch.has_turn(self.layer.index) and self.watch.once("wgrad", self.layer.name):
             return sample_columns(x, scales)
         return None
+
+    def add_errors(self, x: Tensor, weight: Tensor | None) -> None:
+        """Of a detailed step: outlying channels of x [M, K], the error of its product with the weight [N, K]
+        in the first call of a step, and what the call keeps for the error of the weight's gradient."""
+        self.sample = self.add_sample(x) or self.sample
+        outliers = channel_outlier_ratio(x)
+        for recipe in self.watch.recipes:
+            scaling = recipe.scaling_of("activation")
+            series = self.series("activation", "rowwise", recipe.element, scaling)
+            self.watch.largest(series, CHANNEL_OUTLIER, outliers)
+            if weight is not None and self.watch.once("gemm", *series.key):
+                self.watch.largest(series, GEMM_ERROR, gemm_error(
+                    x, matrix(weight), recipe.element, x_scaling=scaling,
+                    weight_scaling=recipe.scaling_of("weight")))
 
     def add_wgrad_error(self, dy: Tensor, sample: WgradSample) -> None:
         """The error of the product of dy [M, N] and the sampled input of the same call, as a what-if."""
@@ -124,6 +143,16 @@ class LayerProbe:
         mine = is_measured_here(weight, rank=watch.rank, world=watch.world, index=self.layer.index)
         if watch.once(*series.key) and mine:
             watch.measure(series, matrix(weight), element, scales=scales, power_of_two=power_of_two)
+
+    def add_casts(self, weight: Tensor, gemm: int = 0) -> None:
+        """A weight as the layer casts it, and as what-ifs."""
+        cast = self.layer.cast("weight", "rowwise", gemm)
+        if cast is not None:
+            series = self.series("weight", "rowwise", cast.element, cast.scaling, cast.policy, live=True,
+                                 gemm=gemm)
+            self.add_weight(series, weight, cast.element, cast.scales(), power_of_two=cast.power_of_two)
+        for element, scaling in what_ifs(self.watch.recipes, "weight"):
+            self.add_weight(self.series("weight", "rowwise", element, scaling, gemm=gemm), weight, element)
 
     def operands(self, x: Tensor, weight: Tensor, call: int) -> None:
         """One call in a compiled region; see `compiled.Traced`."""
@@ -155,14 +184,15 @@ class ForwardPreHook(Inert):
         after = ForwardHook(probe)
         # Checkpointing leaves a recomputed forward by an exception; the hook must learn of it.
         # Of a DTensor it must come before the hook of `parallelize_module` that hands out plain tensors.
-        first = hasattr(module._parameters.get("weight"), "placements")
+        # Of a layer that is a unit of FSDP, before the hook that takes its weight apart again.
+        first = probe.layer.engine != "" or hasattr(module._parameters.get("weight"), "placements")
         if first and probe.left is not None:
             probe.left.remove()
         after.handle = module.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=first)
         probe.left = after.handle if first else None
         if probe.live:
             probe.watch.ran.add(probe.layer.name)
-            if not probe.layer.in_situ:
+            if not probe.layer.in_situ and not probe.layer.engine:
                 with probe.watch.guarded(probe.layer.name):
                     _measure_inputs(probe, module, (args, kwargs))
 
@@ -180,14 +210,20 @@ class ForwardHook(Inert):
         # After an exception torch goes through the hooks themselves: only the last one may remove itself.
         if self.handle is not None and (output is not None or probe.left is None):
             self.handle.remove()
-        wanted = probe.live and not probe.layer.in_situ
+        wanted = probe.live and not probe.layer.in_situ and output is not None
         probe.inside = probe.live = False
+        rows: tuple[int, ...] | None = ()
+        if wanted and probe.layer.engine:
+            output = next(tensors_in(output), None)  # what follows is a bias, or its own normalised input
+            with probe.watch.guarded(probe.layer.name):
+                x = next((one for one in tensors_in((args, kwargs)) if one.is_floating_point()), None)
+                rows = measure_engine(probe, x, output, args, kwargs)
         sample, probe.sample = probe.sample, None
-        if wanted:
+        if wanted and rows is not None:
             with probe.watch.guarded(probe.layer.name):
                 for y in tensors_in(output):
                     if y.requires_grad:
-                        y.register_hook(GradientHook(probe, sample))  # type: ignore[no-untyped-call]
+                        y.register_hook(GradientHook(probe, sample, rows))  # type: ignore[no-untyped-call]
 
 
 class TracedHook(Inert):
@@ -204,11 +240,14 @@ class TracedHook(Inert):
 
 
 class GradientHook(Inert):
-    """Measures the gradient of one output of one call."""
+    """Measures the gradient of one output of one call; `rows` as in `by_gemm`."""
 
-    def __init__(self, probe: LayerProbe, sample: WgradSample | None) -> None:
+    def __init__(
+        self, probe: LayerProbe, sample: WgradSample | None, rows: tuple[int, ...] = ()
+    ) -> None:
         self.probe = probe
         self.sample = sample
+        self.rows = rows
 
     def __call__(self, gradient: Tensor) -> None:
         probe = self.probe
@@ -220,7 +259,8 @@ class GradientHook(Inert):
                     return
                 dy = matrix(gradient)
                 if is_first_copy(gradient):
-                    probe.add_operand("gradient", dy)
+                    for gemm, part in by_gemm(dy, self.rows):
+                        probe.add_operand("gradient", part, gemm)
                 if self.sample is not None:
                     probe.add_wgrad_error(dy, self.sample)
 
@@ -311,26 +351,10 @@ def _measure_operands(probe: LayerProbe, weight: Tensor | None, inputs: list[Ten
         x = matrix(operand)
         if is_first_copy(operand):
             probe.add_operand("activation", x)
-        if not watch.detailed:
-            continue
-        probe.sample = probe.add_sample(x) or probe.sample
-        outliers = channel_outlier_ratio(x)
-        for recipe in watch.recipes:
-            scaling = recipe.scaling_of("activation")
-            series = probe.series("activation", "rowwise", recipe.element, scaling)
-            watch.largest(series, CHANNEL_OUTLIER, outliers)
-            if weight is not None and watch.once("gemm", *series.key):
-                watch.largest(series, GEMM_ERROR, gemm_error(
-                    x, matrix(weight), recipe.element, x_scaling=scaling,
-                    weight_scaling=recipe.scaling_of("weight")))
-    if weight is None:
-        return
-    cast = probe.layer.live.get(("weight", "rowwise"))
-    if cast is not None:
-        probe.add_weight(probe.series("weight", "rowwise", cast.element, cast.scaling, live=True), weight,
-                         cast.element, power_of_two=cast.power_of_two)
-    for element, scaling in what_ifs(watch.recipes, "weight"):
-        probe.add_weight(probe.series("weight", "rowwise", element, scaling), weight, element)
+        if watch.detailed:
+            probe.add_errors(x, weight)
+    if weight is not None:
+        probe.add_casts(weight)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -7,17 +7,28 @@ lists the others as aliases. Depth is the place in the order of registration.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fp8scope.casts import Cast
 from fp8scope.inert import can_report
 from fp8scope.torchao_linear import LiveCasts, live_casts
+from fp8scope.transformer_engine import engine_cast, engine_kind, weight_keys
 from fp8scope_protocol.series import canonical_name
 from fp8scope_protocol.wire import Unobserved
 
 ROOT = "(model)"
 """Name of a model that is itself the layer."""
+
+
+class Weight(NamedTuple):
+    """One matrix of a layer: its name there, and in the model."""
+
+    key: str
+    name: str
+    aliases: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,12 +41,20 @@ class Layer:
     index: int
     """Place among the watched layers; decides which rank measures what all ranks hold alike."""
     aliases: tuple[str, ...]
-    weight_name: str
-    weight_aliases: tuple[str, ...]
+    weights: tuple[Weight, ...]
+    """One; of TransformerEngine's layers one for each GEMM."""
     in_situ: bool
     """True when the layer quantizes by itself and reports what it did."""
     live: LiveCasts
-    """What the layer casts by itself without reporting it."""
+    """What the layer casts by itself without reporting it, as its configuration says."""
+    engine: str
+    """Which of TransformerEngine's layers it is, whose casts are known after a forward; or empty."""
+
+    def cast(self, role: str, orientation: str, gemm: int = 0) -> Cast | None:
+        """How the layer casts an operand by itself without reporting it."""
+        if self.engine:
+            return engine_cast(self.module, role, orientation, gemm)
+        return self.live.get((role, orientation))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +69,8 @@ class ParameterPlace:
 
 
 def find_layers(model: nn.Module) -> tuple[Layer, ...]:
-    """Every `nn.Linear` and every module that can report by itself, in order of registration."""
+    """Every `nn.Linear`, every module that can report by itself and those of TransformerEngine, in order of
+    registration."""
     names = _module_names(model)
     places = parameter_places(model)
     layers: list[Layer] = []
@@ -58,20 +78,32 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
         if not _is_watched(module):
             continue
         name, *aliases = dict.fromkeys(names[id(module)])
-        own = f"{name}.weight" if name != ROOT else "weight"
-        place = places.get(id(weight_of(module)))
+        engine = engine_kind(module)
+        keys = weight_keys(module) if engine else ("weight",)
         layers.append(Layer(
             name=name, module=module, depth=depth, index=len(layers), aliases=tuple(aliases),
-            weight_name=place.name if place else own, weight_aliases=place.aliases if place else (),
-            in_situ=can_report(module), live=live_casts(module),
+            weights=tuple(_weight(name, module, key, places) for key in keys),
+            in_situ=can_report(module), live=live_casts(module), engine=engine,
         ))
     return tuple(layers)
 
 
+def _weight(name: str, module: nn.Module, key: str, places: dict[int, ParameterPlace]) -> Weight:
+    place = places.get(id(matrix_of(module, key)))
+    if place is not None:
+        return Weight(key, place.name, place.aliases)
+    return Weight(key, f"{name}.{key}" if name != ROOT else key, ())
+
+
 def weight_of(module: nn.Module) -> Tensor | None:
-    """The weight as it lies there. A parametrized one is a property that computes, which may draw random
+    """The weight of a linear layer; see `matrix_of`."""
+    return matrix_of(module, "weight")
+
+
+def matrix_of(module: nn.Module, key: str) -> Tensor | None:
+    """A weight as it lies there. A parametrized one is a property that computes, which may draw random
     numbers or, for spectral norm, move the job's own buffers: it is left alone."""
-    weight = module._parameters.get("weight", vars(module).get("weight"))
+    weight = module._parameters.get(key, vars(module).get(key))
     return weight if isinstance(weight, Tensor) else None
 
 
@@ -121,7 +153,7 @@ def _names(named: Iterable[tuple[str, object]]) -> dict[int, list[str]]:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or can_report(module)
+    return isinstance(module, nn.Linear) or can_report(module) or engine_kind(module) != ""
 
 
 def _is_matrix(parameter: Tensor) -> bool:

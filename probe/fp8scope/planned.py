@@ -22,12 +22,15 @@ from fp8scope.layers import (
     ParameterPlace,
     find_layers,
     find_unobserved,
+    matrix_of,
     parameter_places,
     weight_of,
 )
 from fp8scope.rows import Rows
+from fp8scope.sharding import unreadable
 from fp8scope.states import ROLES, is_high_precision, state_series
 from fp8scope.stored import FORMAT_OF, StoredAs, codes_of, stored_as
+from fp8scope.transformer_engine import HIDDEN, unread
 from fp8scope.twins import twin_series
 from fp8scope.updates import weight_series
 from fp8scope.watch import Watch
@@ -50,22 +53,43 @@ class Plan:
 def plan_layers(model: nn.Module, recipes: tuple[Recipe, ...], *, tokens: int) -> Iterator[Plan]:
     """Operands of the linear layers, `tokens` rows each."""
     watch = Watch(Rows(torch.device("cpu")), recipes=recipes, rank=0, world=1)
-    own = (Recipe(element=E4M3),)
     for layer in find_layers(model):
-        weight = weight_of(layer.module)
-        if weight is None or obstacle(layer):
+        if obstacle(layer):
             continue
-        probe, width = LayerProbe(layer, watch), weight.element_size()
-        for role, columns in (("activation", weight.shape[-1]), ("gradient", weight.shape[0])):
-            size = tokens * columns * width
-            for element, scaling in what_ifs(own if layer.in_situ else recipes, role):
-                yield Plan(series=probe.series(role, "rowwise", element, scaling), light_bytes=size,
-                           detailed_bytes=size)
-                yield Plan(series=probe.series(role, "columnwise", element, scaling), light_bytes=0,
-                           detailed_bytes=size)
-        for element, scaling in what_ifs(own if layer.in_situ else recipes, "weight"):
-            yield Plan(series=probe.series("weight", "rowwise", element, scaling), light_bytes=weight.nbytes,
-                       detailed_bytes=weight.nbytes)
+        probe = LayerProbe(layer, watch)
+        for role, size in _operands(layer, tokens):
+            for series in _series(probe, recipes, role, "rowwise"):
+                yield Plan(series=series, light_bytes=size, detailed_bytes=size)
+            for series in _series(probe, recipes, role, "columnwise"):
+                yield Plan(series=series, light_bytes=0, detailed_bytes=size)
+        for gemm, one in enumerate(layer.weights):
+            weight = matrix_of(layer.module, one.key)
+            if weight is not None and not unreadable(weight):
+                for series in _series(probe, recipes, "weight", "rowwise", gemm):
+                    yield Plan(series=series, light_bytes=weight.nbytes, detailed_bytes=weight.nbytes)
+
+
+def _operands(layer: Layer, tokens: int) -> Iterator[tuple[str, int]]:
+    """(role, bytes) of activation and gradient, as far as hooks see them."""
+    matrices = [weight for one in layer.weights if (weight := matrix_of(layer.module, one.key)) is not None]
+    if layer.engine not in HIDDEN:
+        yield "activation", tokens * matrices[0].shape[-1] * matrices[0].element_size()
+    yield "gradient", tokens * matrices[-1].shape[0] * matrices[-1].element_size()
+
+
+def _series(
+    probe: LayerProbe, recipes: tuple[Recipe, ...], role: str, orientation: str, gemm: int = 0
+) -> Iterator[Series]:
+    """What an operand is measured in: as it is cast, where that is known, and as what-ifs."""
+    layer = probe.layer
+    if role == "gradient" and layer.engine == "LayerNormMLP":
+        gemm = 1
+    cast = layer.cast(role, orientation, gemm)
+    if cast is not None:
+        yield probe.series(role, orientation, cast.element, cast.scaling, cast.policy, live=True, gemm=gemm)
+    for element, scaling in what_ifs((Recipe(element=E4M3),) if layer.in_situ else recipes, role):
+        if cast is None or (element, scaling) != cast[:2]:
+            yield probe.series(role, orientation, element, scaling, gemm=gemm)
 
 
 def plan_states(
@@ -93,8 +117,9 @@ def plan_states(
 def find_gaps(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Unobserved, ...]:
     """What a reader would look for in vain, and why."""
     found = list(find_unobserved(model))
-    found += [Unobserved(name=layer.name, reason=reason) for layer in find_layers(model)
-              if (reason := obstacle(layer))]
+    for layer in find_layers(model):
+        reasons = unread(layer.module) if layer.engine else [obstacle(layer)]
+        found += [Unobserved(name=layer.name, reason=reason) for reason in reasons if reason]
     places = parameter_places(model)
     vectors = strangers = 0
     stateless: dict[str, int] = {}
@@ -116,7 +141,9 @@ def find_gaps(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Unobse
 
 
 def obstacle(layer: Layer) -> str:
-    """Why a watched layer cannot be measured; empty if it can."""
+    """Why a watched layer cannot be measured; empty if it can, or in part (see `unread`)."""
+    if layer.engine:
+        return "" if layer.weights else "no parameter is a matrix"
     weight = weight_of(layer.module)
     if weight is None:
         return "no weight that can be read without computing it (parametrized)"

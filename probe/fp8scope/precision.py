@@ -66,8 +66,12 @@ def _precision_of(layer: Layer) -> ModulePrecision:
     module = layer.module
     if isinstance(module, Switchable):
         return ModulePrecision(name=layer.name, precision=module.precision, switchable=True)
+    if layer.engine:
+        return ModulePrecision(name=layer.name, precision="autocast",
+                               reason="the autocast around its forward decides whether it runs in FP8")
     dtype = str(getattr(weight_of(module), "dtype", "unknown"))
-    return ModulePrecision(name=layer.name, precision=DTYPE_NAMES.get(dtype, dtype), reason=_why_not(module))
+    precision = "fp8" if layer.live else DTYPE_NAMES.get(dtype, dtype)
+    return ModulePrecision(name=layer.name, precision=precision, reason=_why_not(module))
 
 
 def _why_not(module: nn.Module) -> str:

@@ -8,12 +8,13 @@ The configuration has one `CastConfig` for each operand, and another one for its
 differs. Operands that it leaves in high precision have no live series. Read from torchao 0.18.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from fp8scope_protocol.formats import E4M3, E5M2, Format
+from fp8scope.casts import Cast
+from fp8scope_protocol.formats import E4M3, E5M2
 
 ELEMENTS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 SCALINGS = {"tensorwise": "tensorwise", "axiswise": "rowwise"}
@@ -24,14 +25,6 @@ CASTS = {
     ("gradient", "rowwise"): "cast_config_grad_output",
     ("gradient", "columnwise"): "cast_config_grad_output_for_grad_weight",
 }
-
-
-class Cast(NamedTuple):
-    """How one operand is cast."""
-
-    element: Format
-    scaling: str
-    power_of_two: bool
 
 
 LiveCasts = dict[tuple[str, str], Cast]

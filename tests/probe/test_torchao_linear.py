@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fp8scope.layers import find_layers
+from fp8scope.planned import plan_layers
+from fp8scope.precision import precision_map
 from fp8scope.quantize import dequantize, quantize
 from fp8scope.roundtrip import round_trip
 from fp8scope.scope import Scope
 from fp8scope.testing import MemoryWorker
 from fp8scope_protocol.formats import E4M3, E5M2, Format
+from fp8scope_protocol.recipes import parse_recipes
 
 
 def converted(recipe: str) -> nn.Module:
@@ -73,3 +77,11 @@ def test_the_live_recipe_is_measured(
     others = {(one.format, one.scaling) for one in record.layout.series if not one.live}
     assert others == {("e4m3", "tile 1x128"), ("e4m3", "block 128x128")}
     assert [e.text for e in record.events if e.kind == "probe_error"] == []
+    foretold = {plan.series for plan in plan_layers(model, parse_recipes(("e4m3",)), tokens=32)}
+    assert foretold == set(record.layout.series)
+
+
+def test_what_it_runs_in_is_not_taken_for_its_weight() -> None:
+    """A series that is live would be drawn as switched to BF16 if its layer were said to run in it."""
+    model = converted("tensorwise").bfloat16()
+    assert [one.precision for one in precision_map(find_layers(model))] == ["fp8"]
