@@ -81,12 +81,18 @@ def host_steps(states: Sequence[Mapping[str, Any]]) -> list[float] | None:
 def steps_of(states: Sequence[Mapping[str, Any]], device: torch.device, *, ahead: int = 0) -> Steps:
     """How many steps each state has made, `ahead` more. Counters on a GPU are not waited for."""
     if (known := host_steps(states)) is None:
-        counts = [torch.as_tensor(state.get("step", 0)) for state in states]
-        return torch.stack([count.to(device, torch.float64, non_blocking=True) for count in counts]) + ahead
+        return _together([torch.as_tensor(state.get("step", 0)) for state in states], device) + ahead
     numbers = [count + ahead for count in known]
     if len(set(numbers)) == 1:
         return numbers[0]
     return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+
+
+def _together(counts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """float64 [P] on the device, in two launches where all are of one kind, as an optimizer's are."""
+    if len({(count.device, count.dtype) for count in counts}) > 1:
+        counts = [count.to(device, torch.float64, non_blocking=True) for count in counts]
+    return torch.stack([count.reshape(()) for count in counts]).to(device, torch.float64, non_blocking=True)
 
 
 def _correction(sample: Sample, beta: Number, steps: Steps) -> Number:

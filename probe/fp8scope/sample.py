@@ -1,20 +1,24 @@
 """A fixed sample of a job's parameters: which elements, and how they are brought together.
 
 Numbers about an optimizer's step need what the step did to single elements, but not to all of them. So a
-parameter, seen as one row of elements, is cut into blocks of 128, and of a large one every 61st block is
-taken (the largest prime that leaves at least 128 blocks and is no divisor of the blocks in a row, so that
-the sample walks through all columns). The first block follows from the parameter's name. Small parameters
-are taken whole.
+parameter, seen as one row of elements, is cut into blocks of 128, and every n-th block is taken: 128 blocks
+or a few less, whatever its size; a parameter of 16,384 elements or fewer is taken whole. n shares no factor
+with the blocks in a row, so the sample walks through all columns. The first block follows from the
+parameter's name. What is kept and computed for a parameter is so bounded, however large it is
+(docs/decisions/0008).
 
 Blocks are counted in the whole parameter: a shard along rows (FSDP) takes the same blocks as one process
-does, apart from blocks that lie across a border between ranks. Of shards along other dimensions (tensor
-parallel) each takes a sample of its own. Of what several ranks hold alike one rank takes the sample.
+does, apart from blocks that lie across a border between ranks, and may be left with none. Of shards along
+other dimensions (tensor parallel) each takes a sample of its own. Of what several ranks hold alike one rank
+takes the sample.
 
 Bringing a sample together is one `torch.cat` of strided views, one launch for some hundred parameters, and
 the sums of each parameter are one segmented sum: what follows is as cheap for many small tensors as for
 one.
 """
 
+import itertools
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,10 +32,9 @@ from fp8scope.sharding import first_row, is_measured_here, local
 
 BLOCK = 128
 """Elements in a block."""
-LEAST = 128
-"""Blocks that are taken at least, if there are as many."""
-PRIMES = (61, 59, 53, 47, 43, 41, 37, 31, 29, 23, 19, 17, 13, 11, 7, 5, 3, 2)
-MOST = 2**22
+MOST_OF_ONE = 128 * BLOCK
+"""Elements of one parameter that are taken, at most."""
+MOST = 2**20
 """Elements of one sample: bounds the memory of what is computed from it."""
 
 
@@ -44,13 +47,9 @@ class Part(NamedTuple):
     stride: int
     """From the start of a block to that of the next one that is taken; 0 if everything is."""
     elements: int
-    """How many are taken, of `whole` on this rank."""
-    whole: int
-
-    @property
-    def weight(self) -> float:
-        """Elements of the parameter for each one that is taken."""
-        return self.whole / self.elements
+    """How many are taken on this rank."""
+    weight: int
+    """Elements of the parameter for each one that is taken."""
 
     def indices(self, device: torch.device) -> Tensor:
         """Where the taken elements lie in the flattened local part, int64 [elements]."""
@@ -67,6 +66,8 @@ class Sample:
     parts: tuple[Part, ...]
     lengths: Tensor
     """Elements of each part, int64 [P], on the device."""
+    weights: Tensor
+    """Elements of the parameter for each one that is taken, float64 [P], on the device."""
 
     @property
     def elements(self) -> int:
@@ -129,8 +130,8 @@ def draw(
 
 def stride_of(shape: torch.Size) -> int:
     """Every how manieth block of a parameter of this global shape is taken; 1 is all of them."""
-    blocks, in_row = shape.numel() // BLOCK, shape[-1] // BLOCK if shape else 0
-    return next((p for p in PRIMES if p * LEAST <= blocks and (in_row < p or in_row % p)), 1)
+    least, in_row = -(-shape.numel() // MOST_OF_ONE), shape[-1] // BLOCK if shape else 0
+    return next(n for n in itertools.count(max(least, 1)) if math.gcd(n, max(in_row, 1)) == 1)
 
 
 def _part(parameter: Tensor, places: dict[int, ParameterPlace], rank: int, world: int) -> Part | None:
@@ -141,7 +142,7 @@ def _part(parameter: Tensor, places: dict[int, ParameterPlace], rank: int, world
         return None
     stride = stride_of(parameter.shape)
     if stride == 1:
-        return Part(parameter, place, 0, 0, whole, whole)
+        return Part(parameter, place, 0, 0, whole, 1)
     begin = first_row(parameter) * (parameter.numel() // parameter.shape[0])
     skipped = -begin % BLOCK  # up to the first block that begins here
     block = (begin + skipped) // BLOCK
@@ -150,12 +151,15 @@ def _part(parameter: Tensor, places: dict[int, ParameterPlace], rank: int, world
     blocks = -(-(here - ahead) // stride) if here > ahead else 0
     if not blocks:
         return None
-    return Part(parameter, place, skipped + ahead * BLOCK, stride * BLOCK, blocks * BLOCK, whole)
+    return Part(parameter, place, skipped + ahead * BLOCK, stride * BLOCK, blocks * BLOCK, stride)
 
 
 def _sample(parts: Sequence[Part]) -> Sample:
+    device = parts[0].parameter.device
     lengths = torch.tensor([part.elements for part in parts])
-    return Sample(parts=tuple(parts), lengths=lengths.to(parts[0].parameter.device, non_blocking=True))
+    weights = torch.tensor([part.weight for part in parts], dtype=torch.float64)
+    return Sample(parts=tuple(parts), lengths=lengths.to(device, non_blocking=True),
+                  weights=weights.to(device, non_blocking=True))
 
 
 def _portions(parts: list[Part]) -> Iterator[list[Part]]:

@@ -112,7 +112,8 @@ class Scope:
     def read_gradients(self, optimizer: Optimizer) -> None:
         """Reads the gradients of `optimizer` now, as they are before clipping, and not again when it steps.
 
-        For trainers that clip without telling the norm; others say `log(grad_norm=...)`.
+        For trainers that clip without telling the norm; others say `log(grad_norm=...)`, which is a norm in
+        every step: off cadence gradients are read in one step of four.
         """
         with self._watch.guarded("optimizer"):
             self._sentinels.read_gradients(bare(optimizer), sampled=self._watch.sampling)

@@ -4,11 +4,12 @@ Everything stays on the device until the step closes. How numbers merge over ran
 (sums.py): squares and counts add up, extremes take the maximum. What several ranks hold alike enters with
 1 / replicas, so that a sum over ranks counts it once, under DDP, FSDP and hybrids of both.
 
-Gradients are read when `optimizer.step` begins: after unscaling, and after clipping if the job clips; when
+Gradients are read in sampled steps and, off cadence, in every GRADIENTS_EVERY-th step (why not in all:
+docs/decisions/0008), when `optimizer.step` begins: after unscaling, and after clipping if the job clips; when
 it ends if it was given a closure, which computes them. A job that knows the norm before clipping says so
-with `scope.log(grad_norm=...)`, which wins; from then on its gradients are read in sampled steps only. A
-gradient *tensor* that holds a NaN or an Inf counts as one, which its norm tells without another pass; off
-cadence under a logged norm all gradients together do.
+with `scope.log(grad_norm=...)`, which wins; from then on its gradients are read in sampled steps only, and
+its norm is there in every step. A gradient *tensor* that holds a NaN or an Inf counts as one, which its norm
+tells without another pass; off cadence under a logged norm all gradients together do.
 
 What it costs. Numbers that the host knows stay on the host, and what the device knows is kept as it comes,
 one 0-dim tensor each, and put together when the step closes: some twenty launches a step beside the norm
@@ -33,6 +34,8 @@ from fp8scope_protocol.errors import Invalid, UnknownName
 
 LOGGED = ("loss", "grad_norm", "lr", "loss_scale")
 """What a job may hand over by name."""
+GRADIENTS_EVERY = 4
+"""Steps between two reads of all gradients, at most."""
 COLUMNS = SENTINEL_SUM_COLUMNS + SENTINEL_MAX_COLUMNS
 
 Number = Tensor | float
@@ -59,6 +62,10 @@ class Sentinels:
         self._read: set[int] = set()
         """Ids of the optimizers whose gradients were read, and which have not stepped since."""
         self._gradients_read = False
+        self._unread = GRADIENTS_EVERY
+        """Steps since gradients were read last, on this rank as on the others."""
+        self._is_due = False
+        """Whether they are in this one."""
         self._alike: dict[int, tuple[int, Alike]] = {}
         """Optimizer -> (number of its parameters, those parameters)."""
         self._absent = {name: torch.full((), _start(name), dtype=torch.float64, device=device)
@@ -90,8 +97,9 @@ class Sentinels:
             self._know_lr(lr)
         if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
             self.add("skipped", found_inf)  # the optimizer itself skips what a gradient scaler rejects
-        if not sampled and (self._norm is not None or self._expects_norm):
+        if not sampled and (self._unread < GRADIENTS_EVERY or self._norm is not None or self._expects_norm):
             return
+        self._is_due = True
         scale = getattr(optimizer, "grad_scale", None)  # set where the optimizer unscales by itself
         for copies, gradients in self._gradients(optimizer, sampled).items():
             self._gradients_read = True
@@ -138,7 +146,8 @@ class Sentinels:
         self._losses.clear()
         self._read.clear()
         self._expects_norm, self._norm = self._norm is not None, None
-        self._gradients_read = self._lr_is_said = False
+        self._unread = 1 if self._is_due else self._unread + 1
+        self._is_due = self._gradients_read = self._lr_is_said = False
         return taken
 
     def _settle(self) -> None:

@@ -8,9 +8,9 @@ and sees every gradient, not only those of sampled steps. It starts with zeros, 
 the probe is attached later, or a checkpoint is loaded, from the moments as they are stored, which is said
 in an event.
 
-What it costs: 8 bytes for each element of the sample (at most one in 61 of a large matrix: +0.13 bytes a
-parameter) and, in every step, one gather of gradients and four operations over the sample. Moments in fp32
-have no twin; they would read exactly 0 and 1.
+What it costs: 8 bytes for each element of the sample (at most 128 KiB for a parameter, however large) and,
+in every step, one gather of gradients and four operations over the sample. Moments in fp32 have no twin;
+they would read exactly 0 and 1.
 
 A gradient scaler's skip inside a fused optimizer freezes the twins too. Gradients are those that the
 optimizer gets: unscaled, clipped, and with coupled weight decay added.

@@ -2,8 +2,8 @@
 
 `update_max`, `v_zero_share` and the update / weight ratio follow from the moments after the step (see
 `adam`), for any optimizer of Adam's form that keeps no account of its own. On a sample, so `update_max` is
-a lower bound: the largest update of a parameter with more than some 60,000 elements may be one that is not
-looked at.
+a lower bound: the largest update of a parameter with more than 16,384 elements may be one that is not looked
+at.
 
 `update_gain` = sum(applied x intended) / sum(intended^2) over the changes of a parameter's weights. The
 intended change is Adam's, from the moments; the applied one is the weight after less the weight before.
@@ -104,16 +104,14 @@ class Updates:
     def _tell(self, form: AdamForm, sample: Sample, moments: Moments, u: Tensor) -> None:
         """The sentinels; sums stand for the whole parameter."""
         m, v = moments
-        weight = torch.tensor([part.weight for part in sample.parts], dtype=torch.float64)
-        weight = weight.to(sample.device, non_blocking=True)
-        squares = sample.squares(weights_of(sample)) @ weight
+        squares = sample.squares(weights_of(sample)) @ sample.weights
         lr = form.lr if isinstance(form.lr, Tensor) else float(form.lr)
         add = self.sentinels.add
         add("update_max", u.abs().amax())
-        add("update_square", sample.squares(u) @ weight * lr * lr)
+        add("update_square", sample.squares(u) @ sample.weights * lr * lr)
         add("weight_square", squares)
-        add("v_zero", sample.sums(((v == 0) & (m != 0)).float()) @ weight)
-        add("v_total", float(sum(part.whole for part in sample.parts)))
+        add("v_zero", sample.sums(((v == 0) & (m != 0)).float()) @ sample.weights)
+        add("v_total", float(sum(part.elements * part.weight for part in sample.parts)))
 
     def _compare(self, form: AdamForm, sample: Sample, u: Tensor, before: Tensor) -> None:
         """The gain of weights in few bits. Both changes in units of lr, which keeps squares near 1."""

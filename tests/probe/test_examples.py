@@ -36,5 +36,5 @@ def test_the_example_runs(name: str, tmp_path: Path, spooled: Any) -> None:
             assert (layer, role) in roles
     losses = [step.header.sentinels["loss"] for step in steps]
     assert losses[-1] < losses[0]
-    assert all(step.header.sentinels["grad_norm"] > 0 for step in steps)
+    assert all(step.header.sentinels["grad_norm"] > 0 for step in steps if step.series)
     assert [event for step in steps for event in step.header.events] == []

@@ -16,7 +16,7 @@ from fp8scope.testing import MemoryWorker
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.recipes import parse_recipe
 
-SHAPE = (48, 512)
+SHAPE = (32, 512)
 OPTIONS: Any = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
 UNKNOWN = {"underflow_ratio", "underflow_nonzero_ratio", "distortion", "gain", "sqnr_db", "saturation_ratio",
            "bad_block_ratio", "gemm_error"}

@@ -120,7 +120,10 @@ def test_it_measures_what_a_plain_loop_does(
     assert [bool(step.series) for step in steps] == [True, False, True, False]
     for n, step in enumerate(steps):
         assert all(math.isfinite(value) for value in step.header.sentinels.values())
-        for key, value in alone.sentinels(n).items():
+        wanted = alone.sentinels(n)
+        if not step.series:  # read from the gradients, in every fourth step; the plain loop logs it
+            del wanted["grad_norm"]
+        for key, value in wanted.items():
             assert step.header.sentinels[key] == pytest.approx(value, rel=1e-5), (n, key)
         assert step.header.events == ()
         assert not step.header.skipped

@@ -50,19 +50,36 @@ def test_a_step_launches_few_operations_however_many_parameters() -> None:
     for parameters in (3, 300):
         sentinels, optimizer = Sentinels(torch.device("cpu"), world=1), optimizer_of(parameters)
         step_of(sentinels, optimizer)
-        with torch.no_grad(), Operations() as found:
-            step_of(sentinels, optimizer)
-        assert found.names.count("aten._foreach_norm.Scalar") == 1
+        for reads in (0, 0, 0, 1):
+            with torch.no_grad(), Operations() as found:
+                step_of(sentinels, optimizer)
+            assert found.names.count("aten._foreach_norm.Scalar") == reads
         counts.append(len(found.names))
     assert counts[0] == counts[1]
     assert counts[0] <= 30
 
 
+def test_gradients_are_read_in_every_fourth_step_at_least() -> None:
+    """And in sampled ones; of both optimizers of a step. In between nothing is said, not even 0."""
+    sentinels, optimizers = Sentinels(torch.device("cpu"), world=1), [optimizer_of(3), optimizer_of(1)]
+    found = []
+    for step in range(12):
+        sentinels.log({"loss": 1.0} if step == 2 else {})
+        for optimizer in optimizers:
+            sentinels.read_gradients(optimizer, sampled=step == 6)
+            sentinels.after_step(optimizer)
+        found.append(derive_sentinels(sentinels.take(), deque()))
+    read = [step for step, taken in enumerate(found) if "grad_norm" in taken]
+    assert read == [0, 4, 6, 10]
+    assert {found[step]["grad_norm"] for step in read} == {4.0}
+    assert [step for step, taken in enumerate(found) if "nonfinite_count" in taken] == [0, 2, 4, 6, 10]
+
+
 def test_gradients_are_not_read_where_the_job_knows_their_norm() -> None:
-    """Off cadence, once a step has logged it; if a later one does not, it has none, the next has one."""
+    """Off cadence, once a step has logged it; if it no longer does, they are read as in any other job."""
     sentinels, optimizer = Sentinels(torch.device("cpu"), world=1), optimizer_of(3)
     norms = []
-    for logged in (2.0, math.nan, None, None):
+    for logged in (2.0, math.nan, 2.0, 2.0, None, None):
         with torch.no_grad(), Operations() as found:
             sentinels.read_gradients(optimizer, sampled=False)
             sentinels.after_step(optimizer)
@@ -74,8 +91,9 @@ def test_gradients_are_not_read_where_the_job_knows_their_norm() -> None:
     assert norms[0] == (True, 2.0, 0.0)
     assert not norms[1][0]
     assert norms[1][2] == 1.0
-    assert norms[2] == (False, None, None)
-    assert norms[3] == (True, math.sqrt(12), 0.0)
+    assert norms[2] == norms[3] == (False, 2.0, 0.0)
+    assert norms[4] == (False, None, None)
+    assert norms[5] == (True, math.sqrt(12), 0.0)
 
 
 def test_values_are_those_of_the_moment_they_were_logged() -> None:

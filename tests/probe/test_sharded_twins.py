@@ -23,7 +23,7 @@ from fp8scope_trainer.adamw import AdamW
 WORLD = 2
 STEPS = 3
 SHAPE = (2049, 500)
-"""Rows that two ranks do not share evenly, of a length that no block divides: one block in 61."""
+"""Rows that two ranks do not share evenly, of a length that no block divides: one block in 64."""
 
 Recorded = list[tuple[SumTables, Layout]]
 
@@ -94,7 +94,7 @@ def test_z3_consequences_are_those_of_one_process(
         found, wanted = (measured(derive(*pair), pair[1], key) for pair in ((tables, layout), alone[step]))
         assert found.keys() == wanted.keys() != set()
         for series, (value, elements) in wanted.items():
-            # Where ranks divide a block none takes it: less than two blocks of 268.
+            # Where ranks divide a block none takes it: less than two blocks of 125.
             assert found[series][0] == pytest.approx(value, rel=0.02, abs=1e-6)
             assert found[series][1] == pytest.approx(elements, abs=256)
 

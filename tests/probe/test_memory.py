@@ -1,0 +1,117 @@
+"""What the probe keeps and takes for optimizers, in bytes of tensors, counted on the CPU."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fp8scope.layers import parameter_places
+from fp8scope.rows import Rows
+from fp8scope.sample import MOST_OF_ONE
+from fp8scope.sentinels import Sentinels
+from fp8scope.twins import Twins
+from fp8scope.updates import Samples, Updates
+from fp8scope.watch import Watch
+
+KIB = 1024
+
+
+class Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts storages that operations under it made and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        from_data = func is torch.ops.aten.lift_fresh.default  # `torch.tensor`: its storage is new
+        given = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not from_data}
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and (key := _key(x)) not in given and key not in self.live:
+                self.live[key] = x.untyped_storage().nbytes()
+                weakref.finalize(x.untyped_storage(), self.live.pop, key, None)
+        self.most = max(self.most, self.now)
+        return out
+
+    @property
+    def now(self) -> int:
+        return sum(self.live.values())
+
+
+def _key(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+class Job:
+    """Some matrices under AdamW, and what of the probe deals with optimizers."""
+
+    def __init__(self, matrices: int, rows: int, dtype: torch.dtype) -> None:
+        self.model = nn.Sequential(*(nn.Linear(1024, rows, bias=False, dtype=dtype) for _ in range(matrices)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        self.watch = Watch(Rows(torch.device("cpu")), recipes=(), rank=0, world=1)
+        self.sentinels = Sentinels(torch.device("cpu"), world=1)
+        samples = Samples(self.watch, parameter_places(self.model))
+        self.updates = Updates(self.watch, samples, self.sentinels)
+        self.twins = Twins(self.watch, samples)
+        self.bytes = Bytes()
+
+    @torch.no_grad()
+    def step(self, *, sampling: bool, detailed: bool) -> tuple[int, int]:
+        """Bytes at most during the step beyond those from before it, and bytes afterwards."""
+        self.watch.begin(sampling=sampling, detailed=detailed)
+        before = self.bytes.most = self.bytes.now
+        with self.bytes:
+            if sampling:
+                self.updates.before(self.optimizer)
+            self.sentinels.read_gradients(self.optimizer, sampled=sampling)
+            self.twins.before(self.optimizer, ready=True)
+        self.optimizer.step()
+        with self.bytes:
+            self.sentinels.after_step(self.optimizer)
+            if sampling:
+                self.updates.after(self.optimizer)
+            self.twins.after(self.optimizer)
+            self.sentinels.take()
+            self.watch.rows.collect()
+        return self.bytes.most - before, self.bytes.now
+
+
+KINDS = {"off cadence": (False, False), "light": (True, False), "detailed": (True, True)}
+
+
+def measured(matrices: int, rows: int, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
+    """Kind of a step -> bytes at most and afterwards, once everything is there."""
+    job = Job(matrices, rows, dtype)
+    for sampling, detailed in (*KINDS.values(), *KINDS.values()):
+        job.step(sampling=sampling, detailed=detailed)
+    return {kind: job.step(sampling=sampling, detailed=detailed)
+            for kind, (sampling, detailed) in KINDS.items()}
+
+
+def test_what_is_kept_and_taken_does_not_grow_with_a_parameter() -> None:
+    """Sixteen times the elements, the same bytes, but for the few blocks by which samples differ in size."""
+    small, large = (measured(2, rows, torch.bfloat16) for rows in (256, 4096))
+    for kind in KINDS:
+        assert large[kind] == pytest.approx(small[kind], rel=0.1)
+
+
+def test_a_parameter_in_fp32_keeps_a_kibibyte() -> None:
+    """Its moments have no twins: lengths and weights of the sample, the rows of its series, no more."""
+    few, many = (measured(matrices, 256, torch.float32) for matrices in (4, 36))
+    for kind in KINDS:
+        assert (many[kind][1] - few[kind][1]) / 32 <= KIB
+
+
+def test_a_parameter_in_bf16_keeps_its_twins() -> None:
+    """8 bytes for each element of its sample, 128 KiB at most, and a kibibyte."""
+    few, many = (measured(matrices, 256, torch.bfloat16) for matrices in (4, 36))
+    for kind in KINDS:
+        assert (many[kind][1] - few[kind][1]) / 32 <= 8 * MOST_OF_ONE + KIB
