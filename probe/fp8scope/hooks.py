@@ -157,7 +157,7 @@ class LayerProbe:
     def operands(self, x: Tensor, weight: Tensor, call: int) -> None:
         """One call in a compiled region; see `compiled.Traced`."""
         watch, name = self.watch, self.layer.name
-        if watch.sampling and watch.is_first_pass(self.layer.module):
+        if not watch.idle and watch.is_first_pass(self.layer.module) and watch.sampling:
             watch.ran.add(name)
             with watch.guarded(name):
                 _measure_operands(self, weight, [x])
@@ -178,9 +178,12 @@ class ForwardPreHook(Inert):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         probe = self.probe
-        if torch.compiler.is_compiling() or not probe.watch.sampling:  # compiled: see TracedHook
+        if torch.compiler.is_compiling() or probe.watch.idle:  # compiled: see TracedHook
             return
-        probe.inside, probe.live = True, probe.watch.counts(module)
+        counts = probe.watch.counts(module)
+        if not probe.watch.sampling:
+            return
+        probe.inside, probe.live = True, counts
         after = ForwardHook(probe)
         # Checkpointing leaves a recomputed forward by an exception; the hook must learn of it.
         # Of a DTensor it must come before the hook of `parallelize_module` that hands out plain tensors.

@@ -1,9 +1,12 @@
 """The scope: a probe on one model, and the clock that counts its steps.
 
-A step closes at the first training forward of the model after an optimizer's step (or, where a compiled model
-hides its forwards, when an optimizer steps again), or when the job says `scope.step(n)`; once a job has said
-so, only that counts (two optimizers, an optimizer inside backward, steps that a gradient scaler skips). What
-lies between two closings is one step, however many micro-batches it has.
+A step closes at the first training forward of the model after an optimizer's step, or when the job says
+`scope.step(n)`; once a job has said so, only that counts (two optimizers, an optimizer inside backward, steps
+that a gradient scaler skips). What lies between two closings is one step, however many micro-batches it has.
+
+In a job that never calls the whole model (its parts are called by themselves, or it is checkpointed as one) a
+step closes at the first training forward of a layer after all optimizers have stepped; where a compiled model
+hides those too, when an optimizer steps again.
 
 At the boundary before step n + 2 the commands that were merged with step n are applied, on every rank alike:
 the only moment at which the training thread may wait for the probe, and by then the answer is normally there.
@@ -86,6 +89,8 @@ class Scope:
         """Whether only `step` closes steps; so from its first call on."""
         self._stepped: set[int] = set()
         """Ids of the optimizers that have stepped in the step under way."""
+        self._called = False
+        """Whether the whole model was called in the step under way."""
         self._closed = False
         self._awaited: deque[int] = deque()
         self._reports: list[CommandReport] = []
@@ -97,6 +102,7 @@ class Scope:
         self._samples = Samples(self._watch, self._places)
         self._updates = Updates(self._watch, self._samples, self._sentinels)
         self._twins = Twins(self._watch, self._samples)
+        self._watch.begin_step = self._on_layer
         self._handles = self._install()
         self._begin()
         self._told_missing = False
@@ -128,7 +134,9 @@ class Scope:
         """
         if self._closed:
             return
-        sampling, self._watch.sampling = self._watch.sampling, False
+        watch, called = self._watch, self._called
+        (sampling, due), watch.sampling = (watch.sampling, watch.due), False
+        watch.expect(False)
         stepped, self._stepped = self._stepped, set()  # these forwards begin no step
         try:
             measure_fidelity(self._model, self._layers, parameter_places(self._model), self._watch,
@@ -136,7 +144,8 @@ class Scope:
         except Exception as error:
             self._watch.note("grad_fidelity", error)
         finally:  # Ctrl-C passes, and the job may go on
-            self._watch.sampling, self._stepped = sampling, stepped
+            watch.sampling, self._stepped, self._called = sampling, stepped, called
+            watch.expect(due)
 
     @property
     def series(self) -> int:
@@ -241,15 +250,25 @@ class Scope:
                 measure_stored(optimizer, self._samples, self._watch)
         with self._watch.guarded("twins"):
             self._twins.after(optimizer)
+        all_stepped = self._stepped.issuperset(map(id, self._optimizers))
+        self._watch.expect(all_stepped and not self._called and not self.explicit)
 
     def _on_forward(self) -> None:
         """A training forward of the whole model begins."""
+        if self._stepped and not self.explicit:
+            self._close_step(skipped=False)
+        self._called = True
+
+    def _on_layer(self) -> None:
+        """The first training forward of a layer since all optimizers stepped, in a job without the above."""
+        self._watch.expect(False)
         if self._stepped and not self.explicit:
             self._close_step(skipped=False)
 
     def _close_step(self, *, skipped: bool) -> None:
         step = self.current
         self._stepped.clear()
+        self._called = False
         record = StepRecord(step=step, skipped=skipped, sentinels=SentinelSums.zeros())
         with self._watch.guarded("step"):
             record = self._record(step, skipped)

@@ -1,6 +1,7 @@
 """What all hooks of one attach share: whether this step is measured, where it is put, and what went wrong."""
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from time import perf_counter
 from types import TracebackType
@@ -82,6 +83,12 @@ class Watch:
         self.timer = Timer(rows.device)
         self.sampling = False
         """True while the current step is measured."""
+        self.due = False
+        """True when the next training forward of any layer begins a step."""
+        self.idle = True
+        """Whether a layer's forward has nothing to tell: neither of the two."""
+        self.begin_step: Callable[[], None] = lambda: None
+        """What is due; the scope's."""
         self.detailed = False
         """True while it is measured in detail: also what costs as much again as the rest together, which are
         columnwise tiles, histograms, optimizer states, outlying channels and errors of products."""
@@ -103,6 +110,7 @@ class Watch:
     def begin(self, *, sampling: bool, detailed: bool) -> None:
         """A new step."""
         self.sampling = sampling
+        self.expect(False)
         self.detailed = sampling and detailed
         self._details += self.detailed
         self._once.clear()
@@ -111,8 +119,13 @@ class Watch:
         self.gradients.clear()
         self.calls.clear()
 
+    def expect(self, due: bool) -> None:
+        """Sets `due`."""
+        self.due = due
+        self.idle = not (due or self.sampling)
+
     def counts(self, module: nn.Module) -> bool:
-        """Whether this forward of `module` belongs to the measured step, each pass once.
+        """Whether this forward of `module` belongs to a step, each pass once; a step that is due begins.
 
         Called from a forward pre-hook of a measured step. No: evaluation, no_grad, transforms of torch.func,
         and what checkpointing computes again. Under reentrant checkpointing the first pass runs without
@@ -126,7 +139,10 @@ class Watch:
 
     def is_first_pass(self, module: nn.Module) -> bool:
         """Whether this forward of `module` is not the repetition of one that counted."""
-        if torch._C._current_graph_task_id() == -1:
+        recomputed = torch._C._current_graph_task_id() != -1
+        if self.due and not (recomputed and id(module) in self._forwarded):
+            self.begin_step()
+        if not recomputed:
             self._forwarded.add(id(module))
             return True
         return id(module) not in self._forwarded

@@ -275,6 +275,13 @@ def test_q6_the_exponent_comes_from_fp32() -> None:
     x = torch.full((1, 32), 1.9999)
     assert quantize(x, MXFP8, "mx 1x32 floor").scales.item() == 2.0**-8
     assert quantize(x.bfloat16(), MXFP8, "mx 1x32 floor").scales.item() == 2.0**-7
+    assert quantize(x, MXFP8, "mx 1x32 rceil").scales.item() == 2.0**-7  # 1.9999 / 448 lies over 2^-8
+    largest = torch.full((1, 32), 1.75)  # 448 x 2^-8: the last that both take alike
+    for scaling in ("mx 1x32 floor", "mx 1x32 rceil"):
+        assert quantize(largest, MXFP8, scaling).scales.item() == 2.0**-8
+        assert measured(largest, "mxfp8", scaling)["saturation_ratio"] == 0.0
+    assert measured(x, "mxfp8", "mx 1x32 floor")["saturation_ratio"] == 1.0
+    assert measured(x, "mxfp8", "mx 1x32 rceil")["saturation_ratio"] == 0.0
 
 
 @pytest.mark.parametrize("scaling", ["mx 1x32 floor", "mx 1x32 rceil"])

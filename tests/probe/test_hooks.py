@@ -1,18 +1,23 @@
 """What hooks see and what they leave alone: nested inputs, copies, recomputation, NaNs, empty batches."""
 
 import copy
+import gc
 import io
 import math
+import multiprocessing
 import pickle
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import CausalLMOutput
 
+from fp8scope.hooks import tensors_in
 from fp8scope.scope import Scope
 from fp8scope.testing import MemoryWorker
 from fp8scope_protocol.errors import Invalid
@@ -72,20 +77,23 @@ def test_training_is_not_changed_by_the_probe() -> None:
 
 
 def test_p2_shared_module_has_one_row_with_all_its_calls() -> None:
-    """P2: one module used twice is one series with calls=2; the tiny first call's underflow is not lost."""
+    """P2: one module used twice is one series with calls=2; the underflow of the first, tiny call is not lost
+    to the second one, which has none."""
     shared = nn.Linear(128, 128, bias=False)
     model = nn.Sequential(shared, nn.ReLU(), shared)
     with torch.no_grad():
-        shared.weight.copy_(torch.eye(128))
+        shared.weight.zero_()[:, 0] = 2.0
     scope, worker = watched(model)
     x = torch.full((2, 128), 1e-6)
     x[:, 0] = 1.0
+    assert (model[:2](x) == 2.0).all()  # what the second call is given
     (model(x) + 0).sum().backward()
     scope.step(0)
     metrics = worker.metrics(0)
     row = metrics["0", "activation", "rowwise"]
-    assert (row["calls"], row["elements"], row["amax"]) == (2, 2 * 2 * 128, 1.0)
-    assert row["underflow_ratio"] == pytest.approx(127 / 128)
+    assert (row["calls"], row["elements"], row["amax"]) == (3, 3 * 2 * 128, 2.0)
+    assert row["underflow_ratio"] == pytest.approx(2 * 127 / (3 * 128))  # two of the calls are tiny
+    assert metrics["0", "gradient", "rowwise"]["calls"] == 2
     assert not [key for key in metrics if key[0].startswith("2")]
     assert metrics["0.weight", "weight", "rowwise"]["calls"] == 1
     layout = worker.record(0).layout
@@ -129,11 +137,21 @@ class Nested(nn.Linear):
         return self.wrap(super().forward(input))
 
 
+class Pair(NamedTuple):
+    """Another thing that a model may return."""
+
+    y: Tensor
+    more: Any = None
+
+
 WRAPS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "dict": (lambda y: {"x": y}, lambda out: out["x"]),
     "list": (lambda y: [None, [y]], lambda out: out[1][0]),
     "tuple with None": (lambda y: (y, None), lambda out: out[0]),
     "dataclass": (lambda y: Output(y=y, rest=(y,)), lambda out: out.y),
+    "dataclass with None": (lambda y: Output(y=None, rest=(y, {"z": y})), lambda out: out.rest[0]),
+    "named tuple": (lambda y: Pair(y), lambda out: out.y),
+    "ModelOutput": (lambda y: CausalLMOutput(logits=y), lambda out: out.logits),
 }
 
 
@@ -146,16 +164,43 @@ def test_p4_nested_outputs_have_their_gradient_measured_once(name: str) -> None:
     torch.autograd.backward(unwrap(model(torch.randn(3, 8))).sum())
     scope.step(0)
     assert roles(worker, "0") == BOTH
-    assert worker.metrics(0)["0", "gradient", "rowwise"]["elements"] == 24
+    for role in ("activation", "gradient"):
+        row = worker.metrics(0)["0", role, "rowwise"]
+        assert (row["calls"], row["elements"]) == (1, 24)
+    assert worker.record(0).events == ()
 
 
-def test_p4_inputs_by_keyword_are_seen() -> None:
-    """P4: `layer(input=x)` has no positional input and is measured all the same."""
-    model = nn.ModuleList([nn.Linear(8, 8)])
+def test_p4_each_of_several_outputs_is_measured_once() -> None:
+    """P4: two tensors in one output are two gradients of one series, not four and not one."""
+    model = nn.Sequential(Nested(lambda y: {"a": y * 2, "b": [y.relu(), (y.detach(), None)]}))
     scope, worker = watched(model)
-    model[0](input=torch.randn(3, 8)).sum().backward()
+    out = model(torch.randn(3, 8))
+    torch.autograd.backward((out["a"] + out["b"][0]).sum())
+    scope.step(0)
+    row = worker.metrics(0)["0", "gradient", "rowwise"]
+    assert (row["calls"], row["elements"]) == (2, 48)
+
+
+class Unpacking(nn.Linear):
+    """A linear whose input comes inside of something."""
+
+    def forward(self, input: Any) -> Tensor:
+        return super().forward(next(tensors_in(input)))
+
+
+@pytest.mark.parametrize("call", [
+    lambda layer, x: layer(input=x), lambda layer, x: layer({"x": x}), lambda layer, x: layer([None, (x,)]),
+    lambda layer, x: layer(input=Output(y=x)), lambda layer, x: layer(CausalLMOutput(logits=x))])
+def test_p4_inputs_by_keyword_and_in_containers_are_seen(call: Callable[[Any, Tensor], Tensor]) -> None:
+    """P4: `layer(input=x)` has no positional input and is measured all the same, once; so are dicts."""
+    model = nn.ModuleList([Unpacking(8, 8)])
+    scope, worker = watched(model)
+    torch.autograd.backward(call(model[0], torch.randn(3, 8)).sum())
     scope.step(0)
     assert roles(worker, "0") == BOTH
+    for role in ("activation", "gradient"):
+        row = worker.metrics(0)["0", role, "rowwise"]
+        assert (row["calls"], row["elements"]) == (1, 24)
 
 
 def test_p4_what_has_no_gradient_is_listed() -> None:
@@ -178,15 +223,21 @@ def test_p8_evaluation_and_no_grad_leave_nothing() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scope, worker = watched(model, optimizer)
+    left: list[weakref.ref[Tensor]] = []
     for _ in range(2):
         model(torch.randn(3, 8)).sum().backward()
         optimizer.step()
+        step = scope.current
         with torch.no_grad():
-            model(torch.randn(50, 8))
+            left += [weakref.ref(y := model(x := torch.randn(50, 8))), weakref.ref(x)]
         model.eval()
-        model(torch.randn(50, 8))
+        left += [weakref.ref(y := model(x := torch.randn(50, 8))), weakref.ref(x)]
+        del x, y
+        assert scope.current == step
         model.train()
     assert scope.current == 1
+    gc.collect()
+    assert [one() for one in left] == [None] * 8  # nothing of them is kept
     scope.close()
     assert [record.step for record in worker.records] == [0, 1]
     for step in (0, 1):
@@ -286,6 +337,32 @@ def test_p9_copies_are_inert() -> None:
         assert copied[1].observer is None
         copied(torch.randn(3, 8)).sum().backward()
         assert list(copied.state_dict()) == keys
+        optimizer.step()
+    model(torch.randn(5, 8)).sum().backward()
+    scope.step(0)
+    assert worker.metrics(0)["0", "activation", "rowwise"]["elements"] == 40
+
+
+def run_copy(model: nn.Module, seen: Any) -> None:
+    """In a process of its own: a step of what was handed over."""
+    model(torch.ones(2, 8)).sum().backward()
+    hooks = [hook for layer in model.modules() for hook in layer._forward_pre_hooks.values()]
+    seen.put((sorted(model.state_dict()), len(hooks)))
+
+
+def test_p9_a_hooked_model_can_be_handed_to_a_spawned_process() -> None:
+    """P9: as data loaders and launchers do; there it trains without a probe, with the same keys."""
+    model = nn.Sequential(nn.Linear(8, 8), Reporting(8, 8))
+    keys = sorted(model.state_dict())
+    scope, worker = watched(model)
+    context = multiprocessing.get_context("spawn")
+    seen = context.SimpleQueue()
+    child = context.Process(target=run_copy, args=(model, seen))
+    child.start()
+    child.join(120)
+    assert child.exitcode == 0
+    found, _ = seen.get()
+    assert found == keys
     model(torch.randn(5, 8)).sum().backward()
     scope.step(0)
     assert worker.metrics(0)["0", "activation", "rowwise"]["elements"] == 40
@@ -352,6 +429,75 @@ def test_q9_an_expert_without_tokens_is_missing_for_that_step() -> None:
     assert "amax" not in row
 
 
+class Experts(nn.Module):
+    """Two experts and a router that sends all tokens to the first, or each to its own."""
+
+    def __init__(self, *, skips: bool) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.skips = skips
+
+    def forward(self, x: Tensor, where: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = (where == number).nonzero().flatten()
+            if len(mine) or not self.skips:
+                out = out.index_add(0, mine, expert(x[mine]))
+        return out
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_q9_an_expert_that_gets_no_token(skips: bool) -> None:
+    """Q9: not called or called with no rows: a count of 0 and no ratio in that step; over all its
+    micro-batches the numbers are those of the tokens that there were."""
+    model = Experts(skips=skips)
+    scope, worker = watched(model)
+    x = torch.randn(6, 8)
+    for wheres in ([[0] * 6], [[0] * 6, [0, 1, 0, 1, 0, 1]]):
+        for where in wheres:
+            model(x, torch.tensor(where)).sum().backward()
+        scope.step()
+    if skips:
+        assert ("experts.1", "activation", "rowwise") not in worker.metrics(0)
+    else:
+        row = worker.metrics(0)["experts.1", "activation", "rowwise"]
+        assert row["elements"] == 0
+        assert not {"underflow_ratio", "distortion", "rms", "amax", "gemm_error"} & set(row)
+    row = worker.metrics(1)["experts.1", "activation", "rowwise"]
+    assert (row["elements"], row["amax"]) == (24, x[1::2].abs().max().item())
+    assert row["rms"] == pytest.approx(x[1::2].square().mean().sqrt().item())
+    assert [e.text for record in worker.records for e in record.events if e.kind == "probe_error"] == []
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:, :, 10:15, :], lambda x: x.transpose(1, 2), lambda x: x[::2]])
+def test_q12_an_input_that_is_a_view_measures_as_its_copy(view: Callable[[Tensor], Tensor]) -> None:
+    """Q12: slices and transposes of four dimensions, in both orientations, which the series state."""
+    base, found = torch.randn(2, 3, 20, 160), []
+    for x in (view(base), view(base).contiguous()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(160, 16))
+        scope, worker = watched(model)
+        model(x).square().sum().backward()
+        scope.step(0)
+        found.append(worker.metrics(0))
+    assert found[0] == found[1]
+    assert {key[1:] for key in found[0] if key[0] == "0"} == BOTH
+
+
+def test_q2_a_weight_of_zeros_makes_no_nan() -> None:
+    """Q2: LoRA's second matrix begins at zero: a number, or none, but never NaN."""
+    model = nn.Sequential(nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False))
+    nn.init.zeros_(model[1].get_parameter("weight"))
+    scope, worker = watched(model)
+    for _ in range(2):
+        (model(torch.randn(6, 64)) + 1).square().sum().backward()
+    scope.step(0)
+    metrics = worker.metrics(0)
+    assert metrics["1.weight", "weight", "rowwise"]["zero_block_count"] == 1
+    assert metrics["0", "gradient", "rowwise"]["underflow_ratio"] == 0.0  # all zeros
+    assert [key for key, row in metrics.items() if any(math.isnan(value) for value in row.values())] == []
+
+
 def test_a_fault_in_the_probe_is_counted_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception inside a hook reaches no training code; it becomes an event with its count."""
     def broken(*args: Any, **kwargs: Any) -> None:
@@ -393,23 +539,3 @@ def test_two_attaches_are_refused_until_detached() -> None:
     assert not model[0]._forward_pre_hooks
     assert not model[0]._forward_hooks
     watched(model)
-
-
-def test_wrapped_layers_keep_their_names() -> None:
-    """P6: the same layer has one name, bare or in wrappers that add `module.`."""
-    class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, x: Tensor) -> Any:
-            return self.module(x)
-
-    names = set()
-    bare = nn.Sequential(nn.Linear(8, 8))
-    for model in (bare, Wrapper(copy.deepcopy(bare)), Wrapper(Wrapper(copy.deepcopy(bare)))):
-        scope, worker = watched(model)
-        model(torch.randn(3, 8)).sum().backward()
-        scope.step(0)
-        names |= {key[0] for key in worker.metrics(0)}
-    assert names == {"0", "0.weight"}

@@ -157,6 +157,20 @@ def test_q2_zero_blocks_are_counted_and_finite() -> None:
     assert none["sqnr_db"] is None
     finite = {k: v for k, v in (one | none).items() if isinstance(v, float) and not math.isfinite(v)}
     assert finite in ({}, {"sqnr_db": math.inf})  # the single one is exact
+    assert torch.equal(dequantize(quantize(x, E4M3, "block 128x128")), x)
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2", "int8"])
+def test_q2_one_row_of_zeros_costs_no_other_row(format: str) -> None:
+    """Q2: by rows, one of them zero: it reads back as zeros, counts as a zero block; nothing underflows."""
+    x = torch.linspace(1.0, 2.0, 3 * 64).reshape(3, 64)
+    x[1] = 0.0
+    back = dequantize(quantize(x, FORMATS[format], "rowwise"))
+    assert not back[1].any()
+    assert torch.isfinite(back).all()
+    found = metrics_of(round_trip(x, FORMATS[format], "rowwise"), "rowwise")
+    assert (found["zero_block_count"], found["underflow_ratio"]) == (1, 0.0)
+    assert found["zero_ratio"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("scaling", list(QUANTIZERS))
@@ -167,6 +181,27 @@ def test_q4_the_scale_follows_the_negative_side(scaling: str) -> None:
     assert found["amax"] == 5.0
     assert found["scale_max"] == pytest.approx(5 / 448)
     assert found["saturation_ratio"] == 0.0
+    mixed = torch.full((1, 256), 0.25)
+    mixed[0, 200] = -300.0  # in the second tile only the negative side is large
+    found = metrics_of(round_trip(mixed, E4M3, scaling), scaling)
+    assert (found["amax"], found["saturation_ratio"]) == (300.0, 0.0)
+    assert found["scale_max"] == pytest.approx(300 / 448)
+
+
+@pytest.mark.parametrize("shape", [(3, 130), (3, 67), (67, 130), (448, 576), (128, 130)], ids=str)
+def test_q8_every_scale_is_that_of_a_slicing_loop(shape: tuple[int, int]) -> None:
+    """Q8: tiles of x and of x.t(), and blocks: 130 columns are 128 + 2, 448 rows 128 + 128 + 128 + 64."""
+    x = sample(*shape)
+    for view, scaling, high in ((x, "tile 1x128", 1), (x.t(), "tile 1x128", 1), (x, "block 128x128", 128)):
+        rows, columns = view.shape
+        wanted = [[view[i:i + high, j:j + 128].abs().max().item() for j in range(0, columns, 128)]
+                  for i in range(0, rows, high)]
+        scales = quantize(view, E4M3, scaling).scales
+        assert scales.shape == (len(wanted), len(wanted[0]))
+        for used, amaxes in zip(scales.tolist(), wanted, strict=True):
+            for scale, amax in zip(used, amaxes, strict=True):
+                assert scale == (float(np.float32(amax) / np.float32(448)) if amax else 1.0)
+        assert metrics_of(round_trip(view, E4M3, scaling), scaling)["elements"] == rows * columns
 
 
 def test_q8_ragged_tiles_do_not_cross_rows() -> None:
@@ -202,6 +237,33 @@ def test_q10_distortion_of_x_against_x_is_zero(magnitude: float, dtype: torch.dt
     assert found["rms"] == pytest.approx(stored * math.sqrt(83 / 84), rel=1e-6)
 
 
+SELF = {
+    "fp32 of 1e-9": torch.full((1, 64), 1e-9), "bf16 of 1e-12": torch.full((1, 4096), 1e-12).bfloat16(),
+    "fp16": torch.linspace(-6e4, 6e4, 513).half().view(1, -1), "fp64": torch.randn(1, 64).double() * 1e-30,
+    "0 to 83": torch.arange(84.0).view(1, -1), "1e30": torch.randn(2, 64) * 1e30, "zeros": torch.zeros(1, 84),
+}
+
+
+@pytest.mark.parametrize("name", list(SELF))
+def test_q10_x_against_itself(name: str) -> None:
+    """Q10: codes that are x itself (a cast to a wider type): nothing is lost, whatever a cosine in that type
+    says (0.64 for 64 times 1e-9, 0 in fp16, over 1 for 0 to 83)."""
+    x = SELF[name]
+    found = metrics_of(round_trip(x, E4M3, "tensorwise", codes=x.float(), scales=torch.ones(1, 1)))
+    assert found["distortion"] == pytest.approx(0.0, abs=1e-6)
+    assert 0.0 <= found["distortion"] <= 2.0
+    assert found["gain"] == (None if name == "zeros" else pytest.approx(1.0, abs=1e-6))
+
+
+def test_q10_a_cosine_of_huge_values_is_one() -> None:
+    """Q10: [2e38, 3e38] against [1, 1] times a scale, where fp32 products overflow; turned round it is 2."""
+    x, ones = torch.tensor([[2e38, 3e38]]), torch.ones(1, 2)
+    scales = torch.full((1, 1), 2.5e38)
+    for codes, wanted in ((ones, 1 - 5 / math.sqrt(26)), (-ones, 1 + 5 / math.sqrt(26))):
+        found = metrics_of(round_trip(x, E4M3, "tensorwise", codes=codes, scales=scales))
+        assert found["distortion"] == pytest.approx(wanted, rel=1e-5)
+
+
 @pytest.mark.parametrize("magnitude", [1e-33, 1e-30, 1e-12, 1e12, 1e30])
 @pytest.mark.parametrize("scaling", list(QUANTIZERS))
 def test_q10_metrics_do_not_depend_on_magnitude(scaling: str, magnitude: float) -> None:
@@ -225,6 +287,7 @@ def test_q11_moments_and_counts_are_exact() -> None:
     """Q11: bf16 ones have mean 1, large fp16 values a finite rms, and 2^24 + 1 elements all count."""
     ones = metrics_of(round_trip(torch.ones(768, 768, dtype=torch.bfloat16), E4M3, "tile 1x128"))
     assert (ones["mean_abs"], ones["rms"], ones["kurtosis"]) == pytest.approx((1.0, 1.0, 1.0), abs=3e-7)
+    assert ones["rms"]**2 - ones["mean_abs"]**2 == pytest.approx(0.0, abs=1e-6)  # no spread
     wide = metrics_of(round_trip(torch.full((1, 70000), 300.0, dtype=torch.float16), E4M3, "tile 1x128"))
     assert wide["rms"] == pytest.approx(300.0)
     row = RowSums.zeros("cpu")

@@ -90,8 +90,11 @@ def test_explicit_steps_win() -> None:
 
 
 def test_p10_loss_scaling_changes_no_verdict() -> None:
-    """P10: under a loss scale of 65536 norm and underflow are those of scale 1; a skipped step says so."""
+    """P10: under a loss scale of 65536 norm and underflow are those of scale 1; a skipped step says so.
+
+    Half of the outputs weigh so little that their gradients underflow."""
     found = []
+    weights = torch.tensor([1.0, 0.5, 1e-4, 1e-5])
     for scale in (1.0, 65536.0):
         model, worker = network(), MemoryWorker()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -100,7 +103,7 @@ def test_p10_loss_scaling_changes_no_verdict() -> None:
         with Scope(model, (optimizer,), worker=worker, every=1) as scope:
             for step in range(3):
                 x = torch.randn(32, 128) * (math.inf if step == 1 else 1.0)
-                scaler.scale(model(x).square().mean()).backward()
+                scaler.scale((model(x) * weights).square().mean()).backward()
                 before = scaler.get_scale()
                 scaler.step(optimizer)
                 scaler.update()
@@ -113,7 +116,8 @@ def test_p10_loss_scaling_changes_no_verdict() -> None:
         assert (plain["loss_scale"], scaled["loss_scale"] > 1) == (1.0 if step == 0 else 0.5, True)
         assert scaled["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-6)
         plain, scaled = (worker.metrics(step)["2", "gradient", "rowwise"] for worker in found)
-        assert scaled["underflow_ratio"] == plain["underflow_ratio"]
+        assert scaled["underflow_ratio"] == plain["underflow_ratio"] == 0.5
+        assert scaled["sqnr_db"] == plain["sqnr_db"]
         assert scaled["distortion"] == pytest.approx(plain["distortion"], rel=1e-6)
 
 

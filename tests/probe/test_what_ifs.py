@@ -79,6 +79,16 @@ def test_scalings_that_are_named_replace_the_usual_ones() -> None:
     assert activations == {("e4m3", "tile 1x128"): 1, ("int8", "flat 64"): 1}
 
 
+def test_q6_the_rounding_of_mx_scales_is_in_the_record() -> None:
+    """Q6: both roundings side by side: each series says which it is, and only `floor` saturates."""
+    x = torch.ones(64, 160)
+    x[:, 7] = 957.0
+    found = measured(("mxfp8/mx 1x32 floor", "mxfp8/mx 1x32 rceil"), x)
+    saturated = {key[3]: metrics["saturation_ratio"] for key, (_, metrics) in found.items()
+                 if key[:2] == ("activation", "rowwise")}
+    assert saturated == {"mx 1x32 floor": pytest.approx(1 / 160), "mx 1x32 rceil": 0.0}
+
+
 @pytest.mark.parametrize(("name", "says"), [
     ("int9", "near misses: int8"), ("int8/tile 1x64", "near misses: tile 1x128"),
     ("int8/mx 1x32 floor", "mxfp8")])
