@@ -40,7 +40,7 @@ LOG = logging.getLogger("fp8scope")
 
 REJECTED = (400, 422)
 PATIENCE = 3
-"""Answers in a row that ask for a hello or a layout before there is a pause."""
+"""Answers in a row to one source that ask for a hello or a layout before there is a pause."""
 REJECTED_NAME = "rejected.f8sr"
 REJECTED_BYTES = 64 * 2**20
 """Limit of one such file; what is rejected beyond it is only counted."""
@@ -88,6 +88,7 @@ class Delivery:
         self._lost: Counter[str] = Counter() if lost is None else lost
         self._foreign = lost is None
         self._hello: Hello | None = None
+        self._asked = 0  # answers in a row that asked for a hello or a layout
         self._part = (-1, 0, 0)  # seq, how many parts, the next one
         self._said: dict[str, int] = {}  # lost, by the newest batch that arrived
         self._told: dict[str, int] = {}  # lost, as far as the collector knows
@@ -205,6 +206,7 @@ class Delivery:
             self._line.postpone(response)
         else:
             self._line.recovered()
+            self._asked = 0
             self.reply = reply
             self.acknowledged += len(records)
             if (header := _header(records[-1])) is not None:
@@ -226,7 +228,8 @@ class Delivery:
             supplied = all(self._supply("PUT", f"{self._run()}/layouts/{name}?{attempt}", content)
                            for name, content in layouts)
             self._line.most_batches = max(1, len(records) // 2)
-        if supplied and self._line.failed() > PATIENCE:
+        self._asked += 1
+        if supplied and self._asked > PATIENCE:
             self._line.pause("the collector goes on asking for what it was sent")
 
     def _supply(self, method: str, path: str, content: bytes) -> bool:

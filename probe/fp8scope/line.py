@@ -117,11 +117,6 @@ class Line:
             LOG.warning("fp8scope: %s; batches are kept in %s and sent later", trouble, self._where)
         self._trouble = trouble
 
-    def failed(self) -> int:
-        """Counts a failure without a pause; returns how many there were in a row."""
-        self._failures += 1
-        return self._failures
-
     def recovered(self) -> None:
         """Something was stored."""
         if self._trouble:

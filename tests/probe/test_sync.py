@@ -10,13 +10,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from tests.probe.training import TrainingJob
 
 from fp8scope.segment import segment_paths, spool_folder
 from fp8scope.spool import Spool
-from fp8scope_protocol.wire import Batch, BatchHeader, Hello, encode_batch, encode_hello
+from fp8scope_protocol.series import Layout, Series, encode_layout
+from fp8scope_protocol.wire import Batch, BatchHeader, Hello, encode_batch, encode_hello, planes_of
 
+AMAX = {"amax": np.ones(1, dtype="<f4")}
+SERIES = Series(name="layers", role="activation", format="e4m3", scaling="tile 1x128")
 Starter = Callable[..., subprocess.Popen[str]]
 
 
@@ -75,6 +80,21 @@ def test_what_offline_jobs_left_is_sent_and_removed(peer: Any, sync: Starter, tm
     assert greeted.index("z") < greeted.index("a")
     assert list(root.iterdir()) == []
     assert ended(sync(root)) == (0, ["0 batches sent, 0 rejected"])
+
+
+def test_many_short_runs_are_sent_without_a_pause(peer: Any, sync: Starter, tmp_path: Path) -> None:
+    """The collector asks for each run's layout once, which is no trouble: nothing is said of any."""
+    root = tmp_path / "spool"
+    for i in range(12):
+        layout = Layout(series=(msgspec.structs.replace(SERIES, name=f"layers.{i}"),))
+        header = BatchHeader(run=f"run-{i}", attempt=f"a{i}", producer="all", seq=0, step=0,
+                             layout=layout.id, columns=1, planes=planes_of(AMAX))
+        spool = fill(root, run=f"run-{i}", attempt=f"a{i}")
+        spool.append(0, encode_batch(Batch(header=header, arrays=AMAX)), (layout.id, encode_layout(layout)))
+        spool.close()
+    peer.start()
+    assert ended(sync(root)) == (0, ["12 batches sent, 0 rejected"])
+    assert len(peer.journal(status=409)) == 12
 
 
 def test_any_folder_of_a_spool_will_do(peer: Any, sync: Starter, tmp_path: Path) -> None:
