@@ -21,9 +21,13 @@ def claim(folder: Path, role: str) -> int:
     descriptor = os.open(folder / role, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(descriptor)
         raise
+    except OSError as error:
+        os.close(descriptor)
+        why = f"its file system gives no locks (flock: {error.strerror}); choose another with FP8SCOPE_SPOOL"
+        raise OSError(error.errno, why) from None
     return descriptor
 
 

@@ -17,7 +17,7 @@ from fp8scope.reduction import MergedStep, table_bytes
 from fp8scope.spool import Spool
 from fp8scope_protocol.commands import CommandReport
 from fp8scope_protocol.series import Layout, encode_layout
-from fp8scope_protocol.wire import Batch, BatchHeader, Hello, encode_batch, planes_of
+from fp8scope_protocol.wire import Batch, BatchHeader, Hello, ProbeEvent, encode_batch, planes_of
 
 LOG = logging.getLogger("fp8scope")
 
@@ -39,6 +39,7 @@ class Outbox:
         self._queued_bytes = 0
         self._closed = False
         self._seq = 0
+        self._said = ""
         self._layout: Layout | None = None
         self._layout_entry: tuple[str, bytes] | None = None
         self._thread = threading.Thread(target=self._work, name="fp8scope-spool", daemon=True)
@@ -98,7 +99,7 @@ class Outbox:
             skipped=step.skipped,
             sentinels=sentinels,
             lost=dict(Counter(dict(self._lost)) + Counter(dict(self._spool.lost))),  # copies are atomic
-            events=step.events,
+            events=self._events(step),
             reports=reports,
             layout=entry[0] if entry is not None else None,
             columns=len(step.layout.series) if step.layout is not None else 0,
@@ -106,6 +107,13 @@ class Outbox:
         )
         self._spool.append(self._seq, encode_batch(Batch(header=header, arrays=arrays)), entry)
         self._seq += 1
+
+    def _events(self, step: MergedStep) -> tuple[ProbeEvent, ...]:
+        """Those of the step, and once that the spool had to leave the disk."""
+        if self._said == self._spool.trouble:
+            return step.events
+        self._said = self._spool.trouble
+        return (*step.events, ProbeEvent(kind="spool", step=step.step, text=self._said))
 
     def _entry(self, layout: Layout) -> tuple[str, bytes]:
         """Id and bytes of `layout`; encoded once as long as it stays the same."""

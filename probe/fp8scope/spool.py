@@ -59,8 +59,8 @@ class Spool:
         self.layouts: dict[str, bytes] = {}
         """Layouts by id; that of every batch that `peek` returned is there."""
         self.lost: Counter[str] = Counter()
-        self.on_disk = True
-        """False once the disk failed, or if another process owns the folder."""
+        self.trouble = ""
+        """Why batches are kept in memory: the disk failed, or another process owns the folder."""
         self._limit = limit
         self._sends = sends
         self._memory_limit = memory_limit
@@ -93,7 +93,7 @@ class Spool:
         with self._lock:
             if layout is not None:
                 self.layouts.setdefault(*layout)
-            if self.on_disk:
+            if not self.trouble:
                 try:
                     self._write(record, layout)
                     return
@@ -163,7 +163,7 @@ class Spool:
                 self._remove(self._segments[0])
             self._end_reading()
             self._forget_forwarded()
-            if self._claims and not self._segments and self.on_disk:
+            if self._claims and not self._segments and not self.trouble:
                 remove_folder(self.folder)
             for descriptor in self._claims:
                 os.close(descriptor)
@@ -329,10 +329,11 @@ class Spool:
                 self.lost["memory full"] += 1
 
     def _leave_disk(self, error: OSError) -> None:
-        self.on_disk = False
+        why = "another process writes it" if isinstance(error, BlockingIOError) else error.strerror or error
+        self.trouble = (f"the spool {self.folder} cannot be used ({why}); "
+                        f"up to {self._memory_limit} bytes are kept in memory instead")
         self._end_segment()
-        LOG.warning("fp8scope: the spool %s cannot be used (%s); up to %d bytes are kept in memory instead",
-                    self.folder, error, self._memory_limit)
+        LOG.warning("fp8scope: %s", self.trouble)
 
 
 def first_of(records: Iterable[Record], most: int, most_bytes: int) -> list[Record]:

@@ -350,7 +350,7 @@ def test_a_long_name_has_a_folder(tmp_path: Path) -> None:
     assert len(folders) == 2
     for folder in folders:
         spool = Spool(folder, limit=2**20, memory_limit=0)
-        assert spool.on_disk
+        assert not spool.trouble
         spool.close()
 
 

@@ -1,5 +1,6 @@
 """The worker as a scope sees it, in one process: it never blocks, never raises, and counts what it loses."""
 
+import errno
 import os
 import signal
 import threading
@@ -220,6 +221,27 @@ def test_a_command_is_given_once_and_its_report_goes_out(open_worker: Opener, pe
     assert [(one.id, one.state, one.steps_by_rank) for one in reports] == [
         (1, "expired", ()), (2, "applied", (step,)),
     ]
+
+
+def test_a_file_system_without_locks_is_told_to_the_job_and_the_collector(
+    open_worker: Opener, peer: Any, until: Any, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As of Lustre mounted without `flock`: batches go out from memory, and both hear why, once."""
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    peer.start()
+    worker = open_worker(peer.url)
+    for step in range(3):
+        worker.submit(record_of(step))
+    until(lambda: peer.stored() == [0, 1, 2])
+    first, *others = [[event.text for event in batch.header.events] for batch in peer.batches()]
+    assert others == [[], []]
+    [said] = first
+    assert "gives no locks (flock: Function not implemented); choose another with FP8SCOPE_SPOOL" in said
+    assert caplog.text.count(said) == 1
 
 
 def test_an_alert_at_the_collector_keeps_the_cadence(open_worker: Opener, peer: Any, until: Any) -> None:
