@@ -100,16 +100,16 @@ def worst(documents: Sequence[WorstDocument]) -> Any:
     """The worst series of the metric in the newest samples."""
     if not documents:
         return html.P("Nothing was measured for this choice.", className="muted")
+    ranks = any(one.rank is not None for one in documents)
+    numbers = ("Step", "Value", "Limit", *(["Worst rank"] if ranks else []))
     head = html.Tr([html.Th("Tensor", scope="col"), html.Th("Orientation", scope="col"),
-                    html.Th("Step", scope="col", className="number"),
-                    html.Th("Value", scope="col", className="number"),
-                    html.Th("Limit", scope="col", className="number")])
+                    *(html.Th(name, scope="col", className="number") for name in numbers)])
     return html.Table(className="list compact", children=[
-        html.Thead(head), html.Tbody([_worst_row(one) for one in documents]),
+        html.Thead(head), html.Tbody([_worst_row(one, ranks=ranks) for one in documents]),
     ])
 
 
-def _worst_row(one: WorstDocument) -> Any:
+def _worst_row(one: WorstDocument, *, ranks: bool) -> Any:
     over = isinstance(one.value, str) or (
         one.limit is not None and one.value is not None and one.value > one.limit)
     return html.Tr([
@@ -119,6 +119,7 @@ def _worst_row(one: WorstDocument) -> Any:
         html.Td([html.Span("▲ ", className="bad-text", title="over the limit") if over else "",
                  number(one.value)], className="number"),
         html.Td("–" if one.limit is None else number(one.limit), className="number muted"),
+        *([html.Td("–" if one.rank is None else str(one.rank), className="number muted")] if ranks else []),
     ])
 
 

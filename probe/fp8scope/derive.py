@@ -60,6 +60,8 @@ def derive(tables: SumTables, layout: Layout) -> Arrays:
     for name, key in (("amax", "amax"), ("channel_outlier_ratio", "channel_outlier"),
                       ("gemm_error", "gemm_error"), ("wgrad_row_error_max", "wgrad_row_error")):
         arrays[name] = _value(maxes[key], maxes[key] > -np.inf)
+    ranks = np.full(len(tables), -1.0) if tables.worst_rank is None else tables.worst_rank.numpy()
+    arrays["worst_rank"] = _value(ranks, ranks >= 0)
     least = -maxes["neg_amin_nonzero"]
     arrays["amin_nonzero"] = _value(least, least < np.inf)
     histogram = tables.histogram.numpy()

@@ -2,7 +2,7 @@
 
     every step     one gather of a short row: step, flags, times, sentinel sums and maxima (200 bytes a rank)
     when needed    one gather of bytes: events and reports of any rank, new commands from rank 0
-    sampled steps  three packed reductions: int64 sums, float64 sums, float64 maxima
+    sampled steps  three packed reductions: int64 sums, float64 sums, float64 maxima with the worst rank
 
 The row is gathered, not reduced: gloo's all-reduce is a ring and takes twice the messages of its
 all-gather, and only whole rows show a rank that is at another step, has no full measurement, or leaves.
@@ -19,6 +19,7 @@ from torch import Tensor
 from fp8scope.ranks import Ranks
 from fp8scope.sums import SENTINEL_SUM_COLUMNS, SentinelSums, StepRecord, SumTables
 from fp8scope.timer import StepTime
+from fp8scope.worst_rank import badness_with_rank, worst_rank
 from fp8scope_protocol.commands import Command, CommandReport
 from fp8scope_protocol.errors import Fp8scopeError
 from fp8scope_protocol.series import Layout, decode_layout, encode_layout
@@ -153,11 +154,14 @@ class Reduction:
             return tables
         whole = self.ranks.sum(torch.cat([tables.counts.flatten(), tables.histogram.flatten()]))
         cut = tables.counts.numel()
+        bids = badness_with_rank(tables, self.ranks.rank)
+        maxes = self.ranks.max(torch.cat([tables.maxes, bids.unsqueeze(1)], dim=1))
         return SumTables(
             counts=whole[:cut].view_as(tables.counts),
             sums=self.ranks.sum(tables.sums.clone()),
-            maxes=self.ranks.max(tables.maxes.clone()),
+            maxes=maxes[:, :-1],
             histogram=whole[cut:].view_as(tables.histogram),
+            worst_rank=worst_rank(maxes[:, -1]),
         )
 
 

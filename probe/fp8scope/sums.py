@@ -131,6 +131,8 @@ class SumTables:
     sums: Tensor
     maxes: Tensor
     histogram: Tensor
+    worst_rank: Tensor | None = None
+    """[S], of merged rows: see worst_rank.py."""
 
     @classmethod
     def zeros(cls, rows: int, device: torch.device | str = "cpu") -> "SumTables":

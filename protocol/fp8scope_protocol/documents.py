@@ -172,6 +172,8 @@ class WorstDocument:
     step: int
     value: Number
     limit: float | None
+    rank: int | None = None
+    """The rank that lost most of it in that step (`worst_rank`); null where ranks were not merged."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ elements. All of it derives from sums that merge exactly over micro-batches, til
 never averaged. Counts travel as uint64 (`kind="count"`), everything else as float32 (`kind="value"`).
 
 `merge` says how several samples become one when steps or series are put together: `sum`; `max` and
-`min` keep the worst; `weighted` is a mean weighted by `elements`. `worse` says which end is bad.
+`min` keep the worst; `weighted` is a mean weighted by `elements`; `newest` is for what is a name, not an
+amount. `worse` says which end is bad.
 `floor` marks metrics whose unavoidable value depends on the format (see `floor_of`), so that pictures
 can show the excess over it. `limit` is a published or measured reference line, not a verdict.
 """
@@ -18,7 +19,7 @@ from fp8scope_protocol.formats import FORMATS, distortion_of, parse_scaling, sqn
 from fp8scope_protocol.series import Series
 
 Kind = Literal["count", "value"]
-Merge = Literal["sum", "max", "min", "weighted"]
+Merge = Literal["sum", "max", "min", "weighted", "newest"]
 Worse = Literal["high", "low", "neither"]
 Group = Literal["round trip", "consequence", "sentinel"]
 
@@ -113,6 +114,9 @@ _ROUND_TRIP = (
     Metric(key="scale_staleness_bits", unit="log2", merge="max",
            definition="log2(amax now / (largest code x scale used)), the worst block; above 0 saturates",
            limits=(Limit(value=0.5, source=_MEASURED, policy="delayed"),)),
+    Metric(key="worst_rank", unit="rank", merge="newest", worse="neither",
+           definition="the rank that loses most: with NaN or Inf in x, else by the larger of underflowed / "
+                      "nonzero elements and sum e^2 / sum x^2"),
 )
 
 _CONSEQUENCE = (

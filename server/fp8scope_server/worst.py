@@ -20,12 +20,15 @@ async def read_worst(
     values = np.array([[newest[index][1] for index in chosen]], dtype=np.float64)
     badness = excess(metric, values, [catalogue.series[index] for index in chosen])[0]
     order = np.lexsort((chosen, -badness, ~np.isnan(badness)))
+    ranks = await read_newest(session, run, "worst_rank", catalogue=catalogue)
     documents = []
     for index in (chosen[i] for i in order[:count]):
         step, value = newest[index]
         limit = metric.limit_of(catalogue.series[index])
+        measured, rank = ranks.get(index, (step, -1.0))
         documents.append(WorstDocument(
             series=catalogue.document(index), step=step,
             value=int(value) if metric.kind == "count" else to_number(value),
-            limit=limit.value if limit else None))
+            limit=limit.value if limit else None,
+            rank=int(rank) if measured == step and rank >= 0 else None))
     return documents

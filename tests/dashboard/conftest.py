@@ -159,15 +159,18 @@ class Job:
         return self
 
     def send(self, step: int, values: npt.NDArray[np.float32] | None = None, *, loss: float = 2.0,
-             reports: tuple[CommandReport, ...] = (), events: tuple[ProbeEvent, ...] = ()) -> None:
-        """One step; `values` [series] is its underflow_ratio."""
+             reports: tuple[CommandReport, ...] = (), events: tuple[ProbeEvent, ...] = (),
+             ranks: npt.NDArray[np.float32] | None = None, **sentinels: float) -> None:
+        """One step; `values` [series] is its underflow_ratio, `ranks` [series] its worst_rank."""
         arrays: dict[str, npt.NDArray[np.generic]] = {}
         if values is not None:
             arrays = {"underflow_ratio": values.astype("<f4"),
                       "nan_count": np.isnan(values).astype("<u8") * np.uint64(3)}
+        if ranks is not None:
+            arrays["worst_rank"] = ranks.astype("<f4")
         header = BatchHeader(
             run=self.run, attempt=self.attempt, producer="0", seq=self.seq, step=step,
-            sentinels={"loss": loss}, reports=reports, events=events, planes=planes_of(arrays),
+            sentinels={"loss": loss, **sentinels}, reports=reports, events=events, planes=planes_of(arrays),
             layout=self.layout.id if arrays else None,
             columns=len(self.layout.series) if arrays else 0)
         self.seq += 1

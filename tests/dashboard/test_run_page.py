@@ -74,6 +74,21 @@ def test_nan_is_spelled_out(page: Page, dashboard: Service, job: Callable[..., J
     expect(page.locator(".strip")).to_contain_text("loss is NaN")
 
 
+def test_the_worst_tensors_name_their_rank(page: Page, dashboard: Service, job: Callable[..., Job]) -> None:
+    """A column of ranks where ranks were merged, and none elsewhere; the exact value is under the pointer."""
+    alone, merged = job().start(), job().start()
+    alone.send(0, alone.wave(0))
+    merged.send(0, merged.wave(0), ranks=np.array([3, 0, 0, 11, 0, 0]))
+    open_run(page, dashboard, alone.run)
+    expect(page.locator("#worst thead")).to_contain_text("Limit")
+    expect(page.locator("#worst thead")).not_to_contain_text("Worst rank")
+    open_run(page, dashboard, merged.run)
+    expect(page.locator("#worst thead")).to_contain_text("Worst rank")
+    assert page.locator("#worst tbody tr td:last-child").all_inner_texts() == ["11", "3"]
+    point_at(page, step=0, steps=1, row=0, rows=2)
+    expect(page.locator(".tip [data-metric=worst_rank]")).to_have_text("3")
+
+
 def test_a_layer_is_sent_to_bf16_and_the_page_shows_each_state(
     page: Page, dashboard: Service, job: Callable[..., Job]
 ) -> None:

@@ -20,6 +20,7 @@ from fp8scope.sums import (
     COUNT_COLUMNS,
     MAX_COLUMNS,
     SENTINEL_SUM_COLUMNS,
+    SUM_COLUMNS,
     SentinelSums,
     StepRecord,
     SumTables,
@@ -41,7 +42,8 @@ def layout_of(names: list[str]) -> Layout:
 
 
 def record_of(step: int, rank: int, job: dict[str, Any], layout: Layout) -> StepRecord:
-    """All fine, but from step 5 on in job["bad_rank"]: amax 1e4 and 30 % underflow in the last series."""
+    """All fine, but from step 5 on in job["bad_rank"]: amax 1e4 and 30 % underflow in the last series.
+    job["errors"]: {rank: {series: relative squared error}}."""
     tables = SumTables.zeros(len(layout.series))
     tables.counts[:, COUNT_COLUMNS.index("elements")] = ELEMENTS
     tables.counts[:, COUNT_COLUMNS.index("coded")] = ELEMENTS
@@ -50,6 +52,9 @@ def record_of(step: int, rank: int, job: dict[str, Any], layout: Layout) -> Step
     if rank == job.get("bad_rank") and step >= 5:
         tables.maxes[-1, MAX_COLUMNS.index("amax")] = 1e4
         tables.counts[-1, COUNT_COLUMNS.index("underflow")] = 300
+    for series, error in job.get("errors", {}).get(rank, {}).items():
+        tables.sums[series, SUM_COLUMNS.index("coded_x2")] = 1.0
+        tables.sums[series, SUM_COLUMNS.index("e2")] = error
     sentinels = SentinelSums.zeros()
     sentinels.sums[SENTINEL_SUM_COLUMNS.index("loss_sum")] = float(rank)
     sentinels.sums[SENTINEL_SUM_COLUMNS.index("loss_count")] = 1.0

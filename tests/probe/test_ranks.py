@@ -85,6 +85,25 @@ def test_f3_z3_one_bad_rank_switches_all_ranks_at_one_step(launch: Launch, peer:
     assert [(one.id, one.state, one.steps_by_rank) for one in reports] == [(1, "applied", (step, step))]
 
 
+def test_z3_the_worst_rank_of_each_series_is_named(launch: Launch, tmp_path: Path) -> None:
+    """Rank 0 has the larger error in the first layer, rank 1 in the second; in the third they are alike, so
+    the first one is named."""
+    names = ["layers.0", "layers.1", "layers.2"]
+    errors = {0: {0: 0.02, 1: 0.01, 2: 1e-3}, 1: {0: 0.01, 1: 0.02, 2: 1e-3}}
+    launch(steps=2, names={0: names, 1: names}, errors=errors)
+    batches = spooled(tmp_path / "spool")["all"]
+    assert [batch.arrays["worst_rank"].tolist() for batch in batches] == [[[0.0, 1.0, 0.0]]] * 2
+
+
+def test_z3_a_series_of_one_rank_names_it(launch: Launch, tmp_path: Path) -> None:
+    """An expert that only rank 1 reached; and from step 5 on rank 1 underflows in its last series."""
+    names = {0: ["layers.0", "layers.3"], 1: ["layers.0", "layers.2.expert", "layers.3"]}
+    launch(steps=6, names=names, bad_rank=1, errors={0: {1: 0.2}})
+    batches = spooled(tmp_path / "spool")["all"]
+    assert [batch.arrays["worst_rank"].tolist() for batch in batches] == [
+        *[[[0.0, 1.0, 0.0]]] * 5, [[0.0, 1.0, 1.0]]]
+
+
 def test_a_stalled_rank_switches_at_the_same_step(launch: Launch, peer: Any) -> None:
     """Rank 1 sleeps for seconds while a command waits; rank 0 runs ahead no further than its own result,
     and both apply the command at the same step."""

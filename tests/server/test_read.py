@@ -115,6 +115,19 @@ def test_d5_run_without_a_record_has_empty_answers(client: httpx.Client, job: Jo
     assert (picture(client, run, metric="amax") == NOTHING).all()
 
 
+def test_the_worst_series_name_the_worst_rank(client: httpx.Client, job: Jobs) -> None:
+    """That of the very step; null where ranks were not merged, or the metric's sample is an older one."""
+    one = job()
+    run = one.start()
+    one.send(0, {"amax": plane(1, 2, 3, 4, 5, 6), "gemm_error": plane(1, 2, 3, 4, 5, 6),
+                 "worst_rank": plane(3, MISSING, 0, 1, 0, 7)})
+    assert [one["rank"] for one in strict(client.get(f"/runs/{run}/worst?metric=amax"))] == [
+        7, 0, 1, 0, None, 3]
+    one.send(1, {"amax": plane(6, 5, 4, 3, 2, 1), "worst_rank": plane(1, 1, 1, 1, 1, 1)})
+    assert [one["rank"] for one in strict(client.get(f"/runs/{run}/worst?metric=amax"))] == [1] * 6
+    assert [one["rank"] for one in strict(client.get(f"/runs/{run}/worst?metric=gemm_error"))] == [None] * 6
+
+
 def test_d5_run_with_only_nan_has_a_picture(client: httpx.Client, job: Jobs) -> None:
     """Every cell NaN: the NaN colour everywhere, and a summary that says so."""
     one = job(modules=("layers.0",))
