@@ -256,14 +256,14 @@ def test_what_was_compiled_does_not_keep_a_scope() -> None:
 def test_f6_a_switch_in_a_compiled_model_takes_effect() -> None:
     """F6: BF16 at step 3 and FP8 again at step 6 change outputs and metrics as in the plain model; nothing is
     compiled again."""
-    def switched(compile_it: bool) -> tuple[list[Tensor], list[int], MemoryWorker]:
+    def switched(compile_it: bool, *, switch: bool = True) -> tuple[list[Tensor], list[int], MemoryWorker]:
         torch.manual_seed(0)
         model = nn.Sequential(Fp8Linear(128, 128), nn.GELU(), Fp8Linear(128, 128))
         counter, worker = counted(), MemoryWorker()
         call = torch.compile(model, backend=counter) if compile_it else model
         outputs, frames = [], []
         with Scope(model, (), worker=worker, every=2) as scope:
-            for id_, (step, precision) in enumerate(((3, "bf16"), (6, "fp8"))):
+            for id_, (step, precision) in enumerate(((3, "bf16"), (6, "fp8")) if switch else ()):
                 worker.commands[step - 2] = (Command(
                     id=id_, issued_by="user",
                     action=SetPrecision(modules=("0",), precision=precision)),)  # type: ignore[arg-type]
@@ -280,3 +280,6 @@ def test_f6_a_switch_in_a_compiled_model_takes_effect() -> None:
         assert torch.equal(one, other)
     assert frames[-1] == frames[2]
     assert_same(found, expected)
+    kept, _, _ = switched(True, switch=False)
+    assert [torch.equal(one, other) for one, other in zip(outputs, kept, strict=True)] == [
+        step not in (3, 4, 5) for step in range(8)]

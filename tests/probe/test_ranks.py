@@ -5,6 +5,7 @@ import multiprocessing
 import runpy
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,33 @@ def test_z6_an_unreachable_collector_costs_no_step(launch: Launch, tmp_path: Pat
     assert len(segment_paths(folder)) == 1
     batches = spooled(tmp_path / "spool")["all"]
     assert [batch.header.seq for batch in batches] == list(range(20))
+
+
+def silent(kind: str, stack: ExitStack) -> str:
+    """The address of a collector that lets nobody in, or lets everybody in and says nothing."""
+    server = stack.enter_context(socket.socket())
+    server.bind(("127.0.0.1", 0))
+    server.listen(0 if kind == "unreachable" else 64)
+    for _ in range(4 if kind == "unreachable" else 0):  # its queue is full: further ones get no answer at all
+        waiting = stack.enter_context(socket.socket())
+        waiting.setblocking(False)
+        waiting.connect_ex(server.getsockname())
+    return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", ["unreachable", "mute"])
+def test_z6_a_collector_that_never_answers_costs_no_step(launch: Launch, tmp_path: Path, kind: str) -> None:
+    """Z6: a connection and a request may take ten minutes here, so the test ends in time only if no step of
+    either rank, and not the exit either, waits for one. Every step is in the spool."""
+    with ExitStack() as stack:
+        first, second = launch(silent(kind, stack), steps=20,
+                               settings={"request_seconds": 600.0, "exit_seconds": 0.5})
+    assert first is not None
+    assert second is not None
+    assert first["sum"] == second["sum"] == 2.0
+    assert first["lost"] == {}
+    batches = spooled(tmp_path / "spool")["all"]
+    assert [batch.header.step for batch in batches] == list(range(20))
 
 
 def test_ranks_with_different_series_are_united(launch: Launch, tmp_path: Path) -> None:

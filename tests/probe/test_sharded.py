@@ -1,9 +1,14 @@
 """Two ranks under DDP and FSDP2: what both hold alike is measured once, and sums over ranks are right."""
 
 import copy
+import itertools
+import os
 import pickle
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
+import fp8scope
 from fp8scope.derive import derive, derive_sentinels
 from fp8scope.scope import Scope
 from fp8scope.sums import SentinelSums, SumTables
@@ -134,6 +140,51 @@ def merged(ranks: list[Step]) -> Step:
         first.sentinels.sums.add_(other.sentinels.sums)
         torch.maximum(first.sentinels.maxes, other.sentinels.maxes, out=first.sentinels.maxes)
     return first
+
+
+def train_one_sided(rank: int, folder: str) -> None:
+    """The same jobs, first without a probe and then with one on rank 0, whose collector is not there."""
+    torch.set_num_threads(1)
+    os.environ |= {"FP8SCOPE_HANDSHAKE_SECONDS": "0.5", "FP8SCOPE_EXIT_SECONDS": "0.2"}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    losses: list[list[float]] = []
+    for name, watched in itertools.product(("ddp", "fsdp"), (False, True)):
+        model: nn.Module = network("cpu")
+        if name == "ddp":
+            model = DistributedDataParallel(model)
+        else:
+            fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scope = fp8scope.attach(model, optimizer, run=name, every=1, spool=f"{folder}/spool",
+                                collector="http://127.0.0.1:9") if watched and rank == 0 else nullcontext()
+        found = []
+        with scope:
+            for batch in batches("cpu").repeat(3, 1, 1).chunk(WORLD, dim=1)[rank]:
+                loss = model(batch).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        losses.append(found)
+    with open(f"{folder}/losses{rank}", "wb") as file:
+        pickle.dump(losses, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_z6_a_probe_on_one_rank_changes_nothing(tmp_path: Path, spooled: Callable[..., Any]) -> None:
+    """Z6: under DDP and FSDP2 both ranks train to the same losses, to the bit, and no collective waits for a
+    probe that is not there: the job ends. What rank 0 measured alone says so."""
+    spawn(train_one_sided, args=(str(tmp_path),), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    for rank in range(WORLD):
+        ddp, ddp_watched, fsdp, fsdp_watched = pickle.loads((tmp_path / f"losses{rank}").read_bytes())
+        assert ddp == ddp_watched
+        assert fsdp == fsdp_watched
+    for run in ("ddp", "fsdp"):
+        steps = spooled(tmp_path / "spool", run)
+        assert [one.header.step for one in steps] == list(range(3 * STEPS))
+        assert "no probe within 0.5 s on rank 1" in steps[0].header.events[0].text
+        assert steps[0].metrics["0", "activation", "rowwise"]["elements"] == 3 * 16
 
 
 @pytest.mark.parametrize("name", ARRANGEMENTS)
