@@ -1,11 +1,11 @@
-"""A small forward proxy for HTTP; run as its own process: python proxy.py LOG PORT
+"""A small forward proxy for HTTP; run as its own process: python proxy.py LOG PORT [OWN PORT]
 
-Every request goes to 127.0.0.1:PORT, whatever host it names, and is one line of LOG. The proxy's own port is
-the first line of its output.
+Every request goes to 127.0.0.1:PORT, whatever host it names, and is one line of LOG; where nobody answers
+there, it answers 502 itself. The proxy's own port is the first line of its output.
 """
 
 import sys
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
@@ -26,11 +26,14 @@ class Proxy(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         target = HTTPConnection("127.0.0.1", PORT)
         path = f"{address.path}?{address.query}" if address.query else address.path
-        target.request(self.command, path, body, dict(self.headers))
-        answer = target.getresponse()
-        data = answer.read()
+        try:
+            target.request(self.command, path, body, dict(self.headers))
+            answer = target.getresponse()
+            status, data = answer.status, answer.read()
+        except (OSError, HTTPException):
+            status, data = 502, b"<html>Bad Gateway</html>"
         target.close()
-        self.send_response(answer.status)
+        self.send_response(status)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -39,6 +42,6 @@ class Proxy(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[3]) if len(sys.argv) > 3 else 0), Proxy)
     print(server.server_port, flush=True)
     server.serve_forever()

@@ -5,13 +5,17 @@ by reason, and the count reaches the collector.
 """
 
 import os
+import socket
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.probe.conftest import Peer, wait_until
 from tests.probe.training import TrainingJob
 
 from fp8scope.segment import segment_paths
@@ -52,11 +56,28 @@ def told(peer: Any, attempt: str) -> dict[str, int]:
     return dict(said[-1]) if said else {}
 
 
+@pytest.fixture(scope="module")
+def outage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TrainingJob, Any, float]]:
+    """A job whose collector was there at first, that collector, and when it went away."""
+    folder = tmp_path_factory.mktemp("outage")
+    peer = Peer(folder / "peer")
+    peer.start()
+    job = TrainingJob(folder / "job", "--pause", "0.1", FP8SCOPE_COLLECTOR=peer.url,
+                      FP8SCOPE_SPOOL=str(folder / "spool"), FP8SCOPE_EXIT_SECONDS="30")
+    wait_until(lambda: bool(peer.stored()))
+    peer.stop()
+    yield job, peer, time.monotonic()
+    job.kill()
+    peer.stop()
+
+
+@pytest.mark.usefixtures("outage")  # its minute passes during the other tests
 def test_training_goes_on_and_all_is_stored_once(peer: Any, start: Starter, until: Any) -> None:
     """In the middle of a run the collector is killed and started again, asks to come back later, fails, gives
-    no answers, and takes 0.3 s over each, each for 50 steps: no step is missing, none is there twice."""
+    no answers, and takes 0.3 s over each, each for 50 steps, and the clock is set back by a day: no step is
+    missing, none is there twice."""
     peer.start()
-    job = start()
+    job = start("--clock-back", "86400", "--clock-back-at", "100")
     until(lambda: peer.stored())
     peer.stop()
     job.advance(50)
@@ -75,6 +96,8 @@ def test_training_goes_on_and_all_is_stored_once(peer: Any, start: Starter, unti
     assert told(peer, attempt) == {}
     assert {one["status"] for one in peer.journal() if "status" in one} >= {200, 429, 500}
     assert peer.journal(duplicate=True)
+    sent = [one.header.sent_ns for one in peer.batches()]
+    assert sent[100] < sent[99]  # the clock really was set back
 
 
 def check_losses(peer: Any, steps: int, reason: str) -> None:
@@ -133,23 +156,65 @@ def test_a_killed_job_is_resumed_and_nothing_it_spooled_is_missing(peer: Any, st
     assert not (peer.folder.parent / "spool" / "run").exists()
 
 
-def test_a_torn_spool_costs_the_torn_record(peer: Any, start: Starter) -> None:
-    """The job is killed and its last record torn: the next life sends the rest, and tells of one lost batch
-    of the earlier attempt."""
+@pytest.mark.parametrize("damage", ["torn", "unreadable"])
+def test_a_damaged_spool_costs_the_damaged_record(peer: Any, start: Starter, damage: str) -> None:
+    """The job is killed and its last record torn, or a byte in the middle is another: the next life sends
+    the rest, and tells of one lost batch of the earlier attempt."""
     job = start()
     job.advance(30)
     job.kill()
     [folder] = (peer.folder.parent / "spool" / "run").glob("*/*")
     [path] = segment_paths(folder)
-    os.truncate(path, path.stat().st_size - 7)
+    if damage == "torn":
+        os.truncate(path, path.stat().st_size - 7)
+    else:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
     peer.start()
     job = start("--resume")
     job.advance(5)
     job.end()
     first, _ = attempts(peer)
     found = stored(peer, first)
-    assert found == list(range(len(found)))
-    assert told(peer, first) == {"torn": 1}
+    missing = set(range(found[-1] + 1)) - set(found)
+    assert found == sorted(found)
+    assert len(missing) == (damage == "unreadable")
+    assert told(peer, first) == {damage: 1}
+
+
+def test_a_proxy_comes_and_goes(peer: Any, start: Starter, until: Any, tmp_path: Path) -> None:
+    """The collector is known to a proxy only, which dies and is started again, and whose collector is away
+    for a while: a proxy's own errors are no acknowledgement, and every step is stored once."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def proxy() -> subprocess.Popen[str]:
+        command = [sys.executable, str(Path(__file__).parent / "proxy.py"), str(tmp_path / "log"),
+                   str(peer.port), str(port)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process
+
+    peer.start()
+    with proxy() as first:
+        job = start(FP8SCOPE_COLLECTOR="http://collector.example:8050", HTTP_PROXY=f"http://127.0.0.1:{port}")
+        until(lambda: peer.stored())
+        first.kill()
+    job.advance(20)
+    with proxy() as second:
+        job.advance(20)
+        peer.stop()
+        job.advance(20)
+        peer.start()
+        job.advance(20)
+        steps = job.end()
+        second.kill()
+    [attempt] = attempts(peer)
+    assert stored(peer, attempt) == list(range(steps))
+    assert told(peer, attempt) == {}
+    assert all(line.startswith("http://collector.example") for line in (tmp_path / "log").read_text().split())
 
 
 def test_a_full_spool_gives_up_its_oldest_segments(peer: Any, start: Starter) -> None:
@@ -186,3 +251,19 @@ def test_a_full_disk_is_lived_with(peer: Any, start: Starter, tmp_path: Path) ->
     lost = told(peer, attempt)
     assert set(lost) == {"memory full"}
     assert lost["memory full"] == steps - len(found)
+
+
+def test_a_collector_that_is_away_for_a_minute(outage: tuple[TrainingJob, Any, float]) -> None:
+    """Sixty seconds by the clock: training has gone on, and every step arrives once, in order."""
+    job, peer, since = outage
+    steps = job.steps()
+    while (left := since + 60.0 - time.monotonic()) > 0:
+        assert job.process.poll() is None, job.said()
+        time.sleep(min(left, 1.0))
+    job.advance(1)
+    assert job.steps() > steps
+    peer.start()
+    steps = job.end()
+    [attempt] = attempts(peer)
+    assert stored(peer, attempt) == list(range(steps))
+    assert told(peer, attempt) == {}
