@@ -12,6 +12,7 @@ from dash import Dash, Input, Output, State, no_update
 
 from fp8scope_dashboard import panels, runs_page
 from fp8scope_dashboard.client import Collector, CollectorError, Refused
+from fp8scope_dashboard.probe_panel import probe
 from fp8scope_dashboard.scene import CURVE_POINTS, picture_query, scene_of
 from fp8scope_dashboard.view import Choices, View, fit, parse_view
 from fp8scope_protocol.commands import FINAL_STATES, Command, SetPrecision
@@ -35,6 +36,7 @@ RUN_OUTPUTS = {
     "to_bf16_off": Output("to-bf16", "disabled"), "to_fp8_off": Output("to-fp8", "disabled"),
     "commands": Output("commands", "children"), "layers": Output("layers", "children"),
     "events": Output("events", "children"), "worst": Output("worst", "children"),
+    "probe": Output("probe", "children"),
     "worst_note": Output("worst-note", "children"), "done": Output("done-run", "data"),
 }
 UNCHANGED: Answer = dict.fromkeys(RUN_OUTPUTS, no_update)
@@ -109,6 +111,7 @@ async def answer_run(collector: Collector, run: str, view: View, theme: str) -> 
         "empty": [], "body_hidden": False, "definition": f"{metric.definition} [{metric.unit}]",
         "scene": scene_of(run, view, query, picture, curve, events, layers),
         "summary": picture.summary, "worst": panels.worst(worst),
+        "probe": probe(document, curve.columns.get("overhead_ratio", []), events),
         "worst_note": f"{view.metric} of {view.role}s, newest samples".replace("_", " "),
     }
 

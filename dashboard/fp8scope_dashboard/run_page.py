@@ -19,7 +19,7 @@ def layout() -> Any:
             _controls(),
             html.Div(className="columns", children=[
                 html.Div(className="main-column", children=[_scope(), _events(), _worst()]),
-                html.Div(className="side-column", children=[_layer(), _commands(), _layers()]),
+                html.Div(className="side-column", children=[_layer(), _commands(), _layers(), _probe()]),
             ]),
         ]),
     ])
@@ -82,6 +82,10 @@ def _commands() -> Any:
 
 def _layers() -> Any:
     return _panel("Precision of the layers", "layers", className="scroll-y tall")
+
+
+def _probe() -> Any:
+    return _panel("The probe itself", "probe")
 
 
 def _layer() -> Any:

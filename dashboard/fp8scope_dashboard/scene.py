@@ -58,6 +58,7 @@ def scene_of(
         "metric": view.metric,
         "layer": view.layer,
         "loss": {"steps": steps.steps, "values": steps.columns.get("loss", [])},
+        "overhead": {"steps": steps.steps, "values": steps.columns.get("overhead_ratio", [])},
         "events": [{"step": one.step, "kind": one.kind, "name": one.name, "text": one.text,
                     "look": event_look(one.kind), "glyph": EVENT_GLYPHS[event_look(one.kind)]}
                    for one in events],

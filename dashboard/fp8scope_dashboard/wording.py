@@ -10,7 +10,10 @@ _EVENT_KINDS = {
     "command": ("command", "decision"), "gap": ("gap", "lost"),
 }
 
-PRECISION_WORDS = {"fp8": "FP8", "bf16": "BF16", "shadow": "BF16, FP8 still measured"}
+PRECISION_WORDS = {"fp8": "FP8", "bf16": "BF16", "shadow": "BF16, FP8 still measured",
+                   "autocast": "FP8 or not, as its autocast says"}
+CLOCK_AHEAD_S, CLOCK_BEHIND_S = 2.0, 60.0
+"""Beyond these a clock is said to be off. Batches need time to come, so a little behind is nothing."""
 
 
 def number(value: Number, digits: int = 4) -> str:
@@ -27,6 +30,22 @@ def number(value: Number, digits: int = 4) -> str:
 def count(value: int) -> str:
     """`value` with thin spaces between thousands."""
     return f"{value:,}".replace(",", " ")
+
+
+def percent(share: float) -> str:
+    """A share of the job's time."""
+    return f"{100 * share:.2g} %"
+
+
+def clock(ahead_s: float | None) -> tuple[str, bool]:
+    """How a job's clock compares with the collector's, and whether that is odd."""
+    if ahead_s is None:
+        return "not known yet", False
+    if ahead_s > CLOCK_AHEAD_S:
+        return f"{ahead_s:.0f} s ahead of the collector's", True
+    if ahead_s < -CLOCK_BEHIND_S:
+        return f"{-ahead_s:.0f} s behind the collector's, or every batch came so late", True
+    return "agrees with the collector's", False
 
 
 def in_bf16(layer: LayerDocument) -> bool:

@@ -37,6 +37,9 @@ class AttemptDocument:
     producers: int
     first_step: int | None
     last_step: int | None
+    clock_ahead_s: float | None = None
+    """How far the clock of its producers is ahead of the collector's, the one that is off most, told by the
+    batch that came fastest: below 0 it is behind, or every batch came late. null before the first batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

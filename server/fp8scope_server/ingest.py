@@ -6,6 +6,7 @@ stored one; the ledger's key makes the same batch sent again a no-op.
 """
 
 import asyncio
+import time
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -197,6 +198,10 @@ async def _account(session: AsyncSession, origin: Origin, source: Source, header
     account_losses(session, origin, producer, header.lost)
     producer.last_seq = max(producer.last_seq, header.seq)
     producer.last_step = max(producer.last_step, header.step)
+    if header.sent_ns:
+        ahead = (header.sent_ns - time.time_ns()) / 1e9
+        known = producer.clock_ahead_s
+        producer.clock_ahead_s = ahead if known is None else max(known, ahead)
 
 
 def _check(header: BatchHeader) -> None:

@@ -89,6 +89,8 @@ class Producer(Base):
     """Newest step stored; -1 before the first."""
     lost: Mapped[Json]
     """Batches lost so far in this attempt, by reason, as the probe counts them."""
+    clock_ahead_s: Mapped[float | None]
+    """Largest of (made - stored) over the batches, each by its own clock: of the batch that was fastest."""
 
 
 class LayoutRow(Base):

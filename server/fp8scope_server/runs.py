@@ -128,7 +128,9 @@ async def _attempts(session: AsyncSession, runs: Sequence[str]) -> dict[str, lis
              .correlate(Attempt).scalar_subquery().label("first"))
     statement = (
         select(Attempt.run_id, Attempt.id, Attempt.number, Attempt.started_at, first,
-               func.count(Producer.producer).label("producers"), func.max(Producer.last_step).label("last"))
+               func.count(Producer.producer).label("producers"), func.max(Producer.last_step).label("last"),
+               func.min(Producer.clock_ahead_s).label("behind"),
+               func.max(Producer.clock_ahead_s).label("ahead"))
         .outerjoin(Producer, Producer.attempt_id == Attempt.id)
         .where(Attempt.run_id.in_(runs)).group_by(Attempt.id).order_by(Attempt.number)
     )
@@ -137,7 +139,8 @@ async def _attempts(session: AsyncSession, runs: Sequence[str]) -> dict[str, lis
         last = None if row.last is None or row.last < 0 else row.last
         found[row.run_id].append(AttemptDocument(
             id=row.id, number=row.number, started_at=row.started_at.isoformat(), producers=row.producers,
-            first_step=row.first, last_step=last))
+            first_step=row.first, last_step=last,
+            clock_ahead_s=max((row.behind, row.ahead), key=abs) if row.ahead is not None else None))
     return found
 
 

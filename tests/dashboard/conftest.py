@@ -160,7 +160,7 @@ class Job:
 
     def send(self, step: int, values: npt.NDArray[np.float32] | None = None, *, loss: float = 2.0,
              reports: tuple[CommandReport, ...] = (), events: tuple[ProbeEvent, ...] = (),
-             ranks: npt.NDArray[np.float32] | None = None, **sentinels: float) -> None:
+             ranks: npt.NDArray[np.float32] | None = None, sent_ns: int = 0, **sentinels: float) -> None:
         """One step; `values` [series] is its underflow_ratio, `ranks` [series] its worst_rank."""
         arrays: dict[str, npt.NDArray[np.generic]] = {}
         if values is not None:
@@ -169,7 +169,7 @@ class Job:
         if ranks is not None:
             arrays["worst_rank"] = ranks.astype("<f4")
         header = BatchHeader(
-            run=self.run, attempt=self.attempt, producer="0", seq=self.seq, step=step,
+            run=self.run, attempt=self.attempt, producer="0", seq=self.seq, step=step, sent_ns=sent_ns,
             sentinels={"loss": loss, **sentinels}, reports=reports, events=events, planes=planes_of(arrays),
             layout=self.layout.id if arrays else None,
             columns=len(self.layout.series) if arrays else 0)

@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from fp8scope_protocol.commands import CommandReport
+from fp8scope_protocol.wire import ProbeEvent
 
 pytestmark = pytest.mark.browser
 
@@ -87,6 +88,38 @@ def test_the_worst_tensors_name_their_rank(page: Page, dashboard: Service, job: 
     assert page.locator("#worst tbody tr td:last-child").all_inner_texts() == ["11", "3"]
     point_at(page, step=0, steps=1, row=0, rows=2)
     expect(page.locator(".tip [data-metric=worst_rank]")).to_have_text("3")
+
+
+def test_the_probe_tells_of_itself(page: Page, dashboard: Service, job: Callable[..., Job]) -> None:
+    """Its overhead as a line and in words, each change of its cadence, a clock that is off, what was lost."""
+    one = job().start()
+    for step in range(0, 40, 4):
+        cadence = ProbeEvent(kind="cadence", step=16, text="every 4 -> 8, over the budget")
+        one.send(step, one.wave(step), overhead_ratio=0.05 if step == 16 else 0.012,
+                 sent_ns=time.time_ns() + 3600 * 10**9, events=(cadence,) if step == 16 else ())
+        one.send(step + 1)
+    open_run(page, dashboard, one.run)
+    expect(page.locator("#probe")).to_contain_text("1.2 %, at most 5 % in these steps")
+    expect(page.locator("#probe")).to_contain_text("step 16: every 4 -> 8, over the budget")
+    expect(page.locator("#probe")).to_contain_text(re.compile(r"3(600|59\d) s ahead of the collector's"))
+    expect(page.locator("#probe dd").last).to_have_text("none")
+    line = page.locator(".overhead-line")
+    expect(line).to_have_attribute("d", re.compile(r"^M[\d. ]+(L[\d. ]+){9}$"))
+    expect(page.locator(".overhead-lane svg")).to_have_attribute("aria-label", re.compile("now 0.012"))
+    expect(page.locator(".event-mark")).to_have_attribute("title", re.compile("step 16 · cadence"))
+
+
+def test_a_probe_that_has_not_told_its_overhead(
+    page: Page, dashboard: Service, job: Callable[..., Job]
+) -> None:
+    """No lane without a line, and words that say so."""
+    one = job().start()
+    one.send(0, one.wave(0))
+    open_run(page, dashboard, one.run)
+    expect(page.locator("#probe")).to_contain_text("not known yet")
+    expect(page.locator("#probe")).to_contain_text("as asked for")
+    expect(page.locator(".overhead-lane")).to_be_hidden()
+    expect(page.locator(".loss-lane")).to_be_visible()
 
 
 def test_a_layer_is_sent_to_bf16_and_the_page_shows_each_state(

@@ -11,7 +11,7 @@ import pytest
 from fp8scope_dashboard.serve import login_address
 from fp8scope_dashboard.settings import Settings, settings_from
 from fp8scope_dashboard.view import View, fit, parse_view
-from fp8scope_dashboard.wording import ago, health, number
+from fp8scope_dashboard.wording import ago, clock, health, number
 from fp8scope_protocol.documents import Number, RunDocument, SeriesDocument
 from fp8scope_protocol.errors import Invalid
 
@@ -67,6 +67,17 @@ def test_steps_asked_for(view: View, newest: int | None, expected: dict[str, int
 def test_numbers_for_people(value: Number, words: str) -> None:
     """Not measured, NaN and infinities are told apart in words."""
     assert number(value) == words
+
+
+@pytest.mark.parametrize(("ahead", "words", "odd"), [
+    (None, "not known", False), (0.0, "agrees", False), (-20.0, "agrees", False), (1.9, "agrees", False),
+    (3600.0, "3600 s ahead", True), (-7200.0, "7200 s behind", True),
+])
+def test_clocks(ahead: float | None, words: str, odd: bool) -> None:
+    """What comes late is not at once a wrong clock; what comes before it was sent is."""
+    said = clock(ahead)
+    assert words in said[0]
+    assert said[1] == odd
 
 
 def test_how_long_ago() -> None:

@@ -207,13 +207,13 @@ class Job:
     def encode(self, step: int, arrays: Mapping[str, Plane] | None = None, *,
                sentinels: Mapping[str, float] | None = None, lost: Mapping[str, int] | None = None,
                events: tuple[ProbeEvent, ...] = (), reports: tuple[CommandReport, ...] = (),
-               skipped: bool = False) -> bytes:
+               skipped: bool = False, sent_ns: int = 0) -> bytes:
         """The bytes of the next batch."""
         arrays = dict(arrays or {})
         header = BatchHeader(
             run=self.run, attempt=self.attempt, producer=self.producer, seq=self.seq, step=step,
-            skipped=skipped, sentinels=dict(sentinels or {}), lost=dict(lost or {}), events=events,
-            reports=reports, layout=self.layout.id if arrays else None,
+            skipped=skipped, sent_ns=sent_ns, sentinels=dict(sentinels or {}), lost=dict(lost or {}),
+            events=events, reports=reports, layout=self.layout.id if arrays else None,
             columns=len(self.layout.series) if arrays else 0, planes=planes_of(arrays))
         self.seq += 1
         return encode_batch(Batch(header=header, arrays=arrays))

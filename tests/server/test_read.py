@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,30 @@ def test_the_worst_series_name_the_worst_rank(client: httpx.Client, job: Jobs) -
     one.send(1, {"amax": plane(6, 5, 4, 3, 2, 1), "worst_rank": plane(1, 1, 1, 1, 1, 1)})
     assert [one["rank"] for one in strict(client.get(f"/runs/{run}/worst?metric=amax"))] == [1] * 6
     assert [one["rank"] for one in strict(client.get(f"/runs/{run}/worst?metric=gemm_error"))] == [None] * 6
+
+
+def test_c7_a_clock_that_is_off_is_told(client: httpx.Client, job: Jobs) -> None:
+    """An hour ahead, or half an hour behind: the batch that came fastest tells, and of several producers the
+    one that is off most. Without a time nothing is known."""
+    one = job()
+    run = one.start()
+
+    def ahead() -> Any:
+        return strict(client.get(f"/runs/{run}"))["attempts"][-1]["clock_ahead_s"]
+
+    assert ahead() is None
+    one.send(0)
+    assert ahead() is None
+    one.send(1, sent_ns=time.time_ns() - 1800 * 10**9)
+    assert ahead() == pytest.approx(-1800, abs=20)
+    one.send(2, sent_ns=time.time_ns() - 7200 * 10**9)
+    assert ahead() == pytest.approx(-1800, abs=20)
+    one.send(3, sent_ns=time.time_ns())
+    assert ahead() == pytest.approx(0, abs=20)
+    other = job(run=one.run, attempt=one.attempt, producer="1")
+    other.start()
+    other.send(3, sent_ns=time.time_ns() + 3600 * 10**9)
+    assert ahead() == pytest.approx(3600, abs=20)
 
 
 def test_d5_run_with_only_nan_has_a_picture(client: httpx.Client, job: Jobs) -> None:

@@ -1,4 +1,4 @@
-// Draws the scene of a run: loss, heat map and events over one axis of steps, and the legend.
+// Draws the scene of a run: loss, heat map, the probe's overhead and events over one axis of steps, and the legend.
 "use strict";
 
 (function () {
@@ -22,16 +22,23 @@
         return {row, label, plot};
     }
 
+    // A lane with one line; its cursor follows the map's.
+    function curveLane(className) {
+        const curve = lane("", className);
+        curve.svg = document.createElementNS(SVG, "svg");
+        curve.svg.setAttribute("viewBox", "0 0 1000 100");
+        curve.svg.setAttribute("preserveAspectRatio", "none");
+        curve.svg.setAttribute("role", "img");
+        curve.plot.append(curve.svg, element("div", "cursor"));
+        return curve;
+    }
+
     function build(root) {
-        const loss = lane("", "loss-lane");
+        const loss = curveLane("loss-lane");
+        const overhead = curveLane("overhead-lane");
         const map = lane("", "map-lane");
         const events = lane("events", "event-lane");
         const axis = lane("step", "axis-lane");
-        const svg = document.createElementNS(SVG, "svg");
-        svg.setAttribute("viewBox", "0 0 1000 100");
-        svg.setAttribute("preserveAspectRatio", "none");
-        svg.setAttribute("role", "img");
-        loss.plot.append(svg, element("div", "cursor"));
         const view = element("div", "view");
         view.tabIndex = 0;
         view.setAttribute("role", "group");
@@ -52,22 +59,23 @@
         say.setAttribute("aria-live", "polite");
         const tip = element("div", "tip");
         tip.setAttribute("role", "tooltip");
-        root.replaceChildren(loss.row, scroller, events.row, axis.row, legend, say);
+        root.replaceChildren(loss.row, scroller, overhead.row, events.row, axis.row, legend, say);
         document.body.append(tip);
         const column = [...root.querySelectorAll(".cursor")];
         for (const hidden of [row, zoom, tip, blank, ...column]) {
             hidden.hidden = true;
         }
-        return {root, loss, map, events, axis, svg, view, image, blank, row, chosen, zoom, column, scroller, legend,
+        return {root, loss, overhead, map, events, axis, view, image, blank, row, chosen, zoom, column, scroller, legend,
             say, tip, plot: view};
     }
 
     const across = (scene, step) => (step + 0.5 - scene.first) / (scene.last + 1 - scene.first);
 
-    function drawLoss(scene) {
-        const {steps, values} = scene.loss;
+    function drawCurve(scene, name, curve) {
+        const {steps, values} = scene[name];
         const inside = steps.map((step, i) => [step, values[i]])
-            .filter(([step]) => step >= scene.first && step <= scene.last);
+            .filter(([step, value]) => step >= scene.first && step <= scene.last && value !== null && value !== undefined);
+        curve.row.hidden = !inside.length && name !== "loss";
         const finite = inside.filter(([, value]) => typeof value === "number");
         const bad = inside.filter(([, value]) => typeof value === "string");
         let low = Math.min(...finite.map(([, value]) => value));
@@ -80,22 +88,23 @@
         const point = ([step, value]) =>
             (1000 * across(scene, step)).toFixed(2) + " " + (94 - 88 * (value - low) / (high - low)).toFixed(2);
         const path = document.createElementNS(SVG, "path");
-        path.setAttribute("class", "loss-line");
+        path.setAttribute("class", name + "-line");
         path.setAttribute("d", finite.length ? "M" + finite.map(point).join("L") : "");
         const marks = bad.map(([step]) => {
             const mark = document.createElementNS(SVG, "path");
-            mark.setAttribute("class", "loss-bad");
+            mark.setAttribute("class", name + "-bad");
             mark.setAttribute("d", "M" + 1000 * across(scene, step) + " 0V100");
             return mark;
         });
-        parts.svg.replaceChildren(...marks, path);
+        curve.svg.replaceChildren(...marks, path);
         const newest = inside.length ? text(inside[inside.length - 1][1], "value") : "no data";
-        parts.svg.setAttribute("aria-label", finite.length
-            ? "Loss between " + text(low) + " and " + text(high) + ", now " + newest + (bad.length ? ", with non-finite values" : "")
-            : "Loss: " + newest);
+        const title = name[0].toUpperCase() + name.slice(1);
+        curve.svg.setAttribute("aria-label", finite.length
+            ? title + " between " + text(low) + " and " + text(high) + ", now " + newest + (bad.length ? ", with non-finite values" : "")
+            : title + ": " + newest);
         const brief = (value) => String(Number(value.toPrecision(4)));
-        parts.loss.label.replaceChildren(element("span", "tick high", finite.length ? brief(high) : ""),
-            element("span", "lane-name", "loss"), element("span", "tick low", finite.length ? brief(low) : ""));
+        curve.label.replaceChildren(element("span", "tick high", finite.length ? brief(high) : ""),
+            element("span", "lane-name", name), element("span", "tick low", finite.length ? brief(low) : ""));
     }
 
     function drawRows(scene) {
@@ -246,7 +255,8 @@
             hover = new Hover(parts);
         }
         drawRows(scene);
-        drawLoss(scene);
+        drawCurve(scene, "loss", parts.loss);
+        drawCurve(scene, "overhead", parts.overhead);
         drawEvents(scene);
         drawAxis(scene);
         drawLegend(scene);
