@@ -95,6 +95,14 @@ def _together(counts: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([count.reshape(()) for count in counts]).to(device, torch.float64, non_blocking=True)
 
 
+def numbers_on(device: torch.device, numbers: Sequence[Number]) -> Tensor:
+    """float64 [n] on the device. Numbers that lie there are not waited for."""
+    here = [float(x) if isinstance(x, Tensor) and x.device.type == "cpu" else x for x in numbers]
+    if any(isinstance(x, Tensor) for x in here):
+        return _together([torch.as_tensor(x, dtype=torch.float64) for x in here], device)
+    return torch.tensor(here, dtype=torch.float64).to(device, non_blocking=True)
+
+
 def _correction(sample: Sample, beta: Number, steps: Steps) -> Number:
     """1 - beta^t: a number, a tensor [], or one for each element of the sample."""
     if isinstance(steps, Tensor):

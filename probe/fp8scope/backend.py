@@ -4,7 +4,7 @@ Call these and not `quantize` or `quantize_kernel` directly, unless a particular
 the same codes, scales and counts; `quantize` says what that is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 
@@ -13,7 +13,12 @@ from torch import Tensor
 
 from fp8scope import quantize as reference
 from fp8scope import roundtrip
+from fp8scope.adam import AdamForm
+from fp8scope.change import Change
+from fp8scope.change import change as reference_change
 from fp8scope.quantize import Quantized
+from fp8scope.sample import Sample
+from fp8scope.stored import State
 from fp8scope.sums import RowSums
 from fp8scope_protocol.formats import Format
 
@@ -76,6 +81,16 @@ def round_trip(
     twin = _round_trip_of(x, element, scaling)
     return twin(x, element, scaling, scales=scales, codes=codes, rounding=rounding, power_of_two=power_of_two,
                 histogram=histogram, out=out)
+
+
+def change(sample: Sample, form: AdamForm, states: Sequence[State], before: Tensor | None) -> Change:
+    """What a step did to the sampled weights; see `change.change`."""
+    if sample.device.type == "cuda" and _has_triton(sample.device):
+        from fp8scope import change_kernel
+
+        if (tensors := change_kernel.in_place(sample, states)) is not None:
+            return change_kernel.change(sample, form, states, before, tensors=tensors)
+    return reference_change(sample, form, states, before)
 
 
 def runs_kernels(x: Tensor, element: Format) -> bool:

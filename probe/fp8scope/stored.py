@@ -7,7 +7,7 @@
 A state that does not exist yet reads as zeros, which is what it will start as.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -59,16 +59,16 @@ def stored_as(parameter: Tensor, state: State) -> StoredAs | None:
         return StoredAs("e4m3", "tile 1x128", "stochastic")
     if _is_coded(state) and (codes := codes_of(state, "exp_avg_sq")) is not None:
         return StoredAs(codes.format, codes.scaling, "nearest")
-    if is_plain(parameter, state) and (name := FORMAT_OF.get(_moment(state, "exp_avg_sq").dtype)) is not None:
+    if is_plain(parameter, state) and (name := FORMAT_OF.get(moment(state, "exp_avg_sq").dtype)) is not None:
         return StoredAs(name, "none", "nearest")
     return None
 
 
-def read_moments(sample: Sample, states: list[State]) -> Moments:
+def read_moments(sample: Sample, states: Sequence[State]) -> Moments:
     """The moments of a sample, given the state of each of its parts, all of them readable."""
     pairs = list(zip(sample.parts, states, strict=True))
     if all(is_plain(part.parameter, state) for part, state in pairs):
-        m, v = (sample.gather([local(_moment(state, key)) for state in states]).float() for key in MOMENTS)
+        m, v = (sample.gather([local(moment(state, key)) for state in states]).float() for key in MOMENTS)
         return Moments(m, v)
     found = [_read(part, state, sample.device) for part, state in pairs]
     return Moments(*(torch.cat(parts) for parts in zip(*found, strict=True)))
@@ -79,7 +79,7 @@ def _read(part: Part, state: State, device: torch.device) -> Moments:
         return Moments(torch.zeros(part.elements, device=device), torch.zeros(part.elements, device=device))
     at = part.indices(device)
     if is_plain(part.parameter, state):
-        m, v = (local(_moment(state, key)).reshape(-1)[at].float() for key in MOMENTS)
+        m, v = (local(moment(state, key)).reshape(-1)[at].float() for key in MOMENTS)
         return Moments(m, v)
     if _is_ours(part.parameter, state):
         return _read_ours(state, at)
@@ -103,12 +103,13 @@ def is_plain(parameter: Tensor, state: State) -> bool:
     """Whether the moments are ordinary floating tensors."""
     shape = local(parameter).shape
     return all(
-        isinstance(x := _moment(state, key), Tensor) and type(y := local(x)) in (Tensor, torch.nn.Parameter)
+        isinstance(x := moment(state, key), Tensor) and type(y := local(x)) in (Tensor, torch.nn.Parameter)
         and y.is_floating_point() and y.element_size() > 1 and y.shape == shape for key in MOMENTS
     )
 
 
-def _moment(state: State, key: str) -> Any:
+def moment(state: State, key: str) -> Any:
+    """The stored moment `key`, by the name that its library gives it."""
     return state.get(key, state.get(BITSANDBYTES[key]))
 
 

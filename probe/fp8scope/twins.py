@@ -9,8 +9,8 @@ the probe is attached later, or a checkpoint is loaded, from the moments as they
 in an event.
 
 What it costs: 8 bytes for each element of the sample (at most 128 KiB for a parameter, however large) and,
-in every step, one gather of gradients and four operations over the sample. Moments in fp32 have no twin;
-they would read exactly 0 and 1.
+in every step, one gather of gradients and three operations over the sample, in place. Moments in fp32 have
+no twin; they would read exactly 0 and 1.
 
 A gradient scaler's skip inside a fused optimizer freezes the twins too. Gradients are those that the
 optimizer gets: unscaled, clipped, and with coupled weight decay added.
@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8scope.adam import AdamForm, adam_form, host_steps, steps_of
+from fp8scope.adam import AdamForm, Number, adam_form, host_steps, steps_of
+from fp8scope.change import update_sums, weights_of
 from fp8scope.layers import ParameterPlace
 from fp8scope.sample import Sample
 from fp8scope.sharding import local
 from fp8scope.stored import Moments, State, StoredAs, read_moments, stored_as
-from fp8scope.updates import Samples, state_of, update_sums, weights_of
+from fp8scope.updates import Samples, state_of
 from fp8scope.watch import Watch
 from fp8scope_protocol.series import Series
 
@@ -168,18 +169,17 @@ class Twins:
         some = twin.sample.only(moved)
         gradient = _gradient(optimizer, form, some)
         if twin.weights is not None:
-            gradient = gradient + twin.sample.pick(twin.weights, moved) * form.weight_decay
-        old = Moments(twin.sample.pick(twin.m, moved), twin.sample.pick(twin.v, moved))
-        exact = _moved(old, gradient, form)
-        if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
-            skipped = found_inf.to(some.device, non_blocking=True) > 0
-            exact = Moments(*(torch.where(skipped, was, new) for was, new in zip(old, exact, strict=True)))
-        twin.put(moved, *exact)
+            gradient.add_(twin.sample.pick(twin.weights, moved) * form.weight_decay)
+        exact = Moments(twin.sample.pick(twin.m, moved), twin.sample.pick(twin.v, moved))
+        got = None
         if twin.stored is not None:
-            stored = Moments(*(twin.sample.pick(x, moved) for x in twin.stored))
             steps = steps_of([states[i] for i in moved], some.device, ahead=ahead)
-            wanted, got = (form.direction(some, *moments, steps)
-                           for moments in (exact, _moved(stored, gradient, form)))
+            stored = Moments(*(twin.sample.pick(x, moved) for x in twin.stored))
+            got = form.direction(some, *_move(stored, gradient.clone(), form, None), steps)
+            del stored
+        twin.put(moved, *_move(exact, gradient, form, getattr(optimizer, "found_inf", None)))
+        if got is not None:
+            wanted = form.direction(some, *exact, steps)
             twin.comparison = Comparison(some, update_sums(some, wanted, got))
 
     def _report(self, optimizer: Optimizer, sample: Sample, sums: dict[str, Tensor]) -> None:
@@ -216,9 +216,16 @@ def _pruned(twin: Twin, states: list[State]) -> Twin | None:
     return pruned
 
 
-def _moved(old: Moments, gradient: Tensor, form: AdamForm) -> Moments:
-    beta1, beta2 = form.betas
-    return Moments(old.m.lerp(gradient, 1 - beta1), old.v.lerp(gradient.square(), 1 - beta2))
+def _move(moments: Moments, gradient: Tensor, form: AdamForm, found_inf: Tensor | None) -> Moments:
+    """One step of `moments`, in place, unless `found_inf` is there and not 0; `gradient` is used up."""
+    rates: list[Number] = [1 - beta for beta in form.betas]
+    if found_inf is not None:
+        goes = found_inf.to(gradient.device, non_blocking=True) == 0
+        gradient.copy_(torch.where(goes, gradient, 0.0))  # it may hold a NaN, which no factor takes away
+        rates = [goes * rate for rate in rates]
+    moments.m.lerp_(gradient, rates[0])
+    moments.v.lerp_(gradient.square_(), rates[1])
+    return moments
 
 
 def _gradient(optimizer: Optimizer, form: AdamForm, sample: Sample) -> Tensor:

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8scope.adam import AdamForm, adam_form, steps_of
+from fp8scope.adam import AdamForm, adam_form
+from fp8scope.backend import change
+from fp8scope.change import Change, stored_weights_of
 from fp8scope.layers import ParameterPlace
-from fp8scope.quantize import decode
 from fp8scope.sample import Sample, draw
 from fp8scope.sentinels import Sentinels
-from fp8scope.sharding import local
 from fp8scope.states import Places
-from fp8scope.stored import FORMAT_OF, Moments, State, is_plain, is_readable, read_moments
+from fp8scope.stored import FORMAT_OF, State, is_plain, is_readable
 from fp8scope.watch import Watch
 from fp8scope_protocol.series import Series
 
@@ -61,7 +61,7 @@ class Updates:
         self.samples = samples
         self.sentinels = sentinels
         self._before: dict[Sample, Tensor] = {}
-        """Weights before the step, of samples that have no master copy."""
+        """Weights before the step as they are stored, of samples that have no master copy."""
 
     def before(self, optimizer: Optimizer) -> None:
         """Keeps weights without a master copy as they are before the step."""
@@ -69,26 +69,28 @@ class Updates:
             if adam_form(optimizer, group) is not None:
                 for parameter in group["params"]:
                     self._announce(parameter)
-        self._before = {sample: weights_of(sample) for _, sample in self.samples.of(optimizer)
+        self._before = {sample: stored_weights_of(sample) for _, sample in self.samples.of(optimizer)
                         if sample.dtype.itemsize < 4 and sample.dtype in FORMAT_OF}
 
     def after(self, optimizer: Optimizer) -> None:
         """Reads what the step did."""
         for form, sample in self.samples.of(optimizer):
             states = [state_of(optimizer, part.parameter) for part in sample.parts]
-            moved = [i for i, (part, state) in enumerate(zip(sample.parts, states, strict=True))
-                     if part.parameter.grad is not None and state and is_readable(part.parameter, state)]
-            if not moved:
-                continue
-            some, found = sample.only(moved), [states[i] for i in moved]
-            if not self.watch.detailed and not all(map(is_plain, (p.parameter for p in some.parts), found)):
+            plain = [is_plain(part.parameter, states[i]) for i, part in enumerate(sample.parts)]
+            moved = [i for i, part in enumerate(sample.parts) if part.parameter.grad is not None and states[i]
+                     and (plain[i] or is_readable(part.parameter, states[i]))]
+            if not moved or not (self.watch.detailed or all(plain[i] for i in moved)):
                 continue  # reading codes takes some launches a parameter
-            moments = read_moments(some, found)
-            u = form.direction(some, *moments, steps_of(found, some.device))
+            some, found = sample.only(moved), [states[i] for i in moved]
+            before = self._before.get(sample) if isinstance(form.lr, Tensor) or form.lr else None
+            did = change(some, form, found, None if before is None else sample.pick(before, moved))
             if getattr(optimizer, "step_stats", None) is None:
-                self._tell(form, some, moments, u)
-            if (before := self._before.get(sample)) is not None:
-                self._compare(form, some, u, sample.pick(before, moved))
+                self._tell(form, some, did)
+            if before is not None:
+                self.watch.rows.add(
+                    [weight_series(part.place, sample.dtype) for part in some.parts],
+                    elements=[part.elements for part in some.parts],
+                    sums={"wanted2": did.wanted2, "got2": did.got2, "missed2": did.missed2})
         self._before.clear()
 
     def _announce(self, parameter: Tensor) -> None:
@@ -101,58 +103,24 @@ class Updates:
         else:
             self.watch.unobserved(place.name, f"update_gain of weights in {parameter.dtype}")
 
-    def _tell(self, form: AdamForm, sample: Sample, moments: Moments, u: Tensor) -> None:
+    def _tell(self, form: AdamForm, sample: Sample, did: Change) -> None:
         """The sentinels; sums stand for the whole parameter."""
-        m, v = moments
-        squares = sample.squares(weights_of(sample)) @ sample.weights
         lr = form.lr if isinstance(form.lr, Tensor) else float(form.lr)
         add = self.sentinels.add
-        add("update_max", u.abs().amax())
-        add("update_square", sample.squares(u) @ sample.weights * lr * lr)
-        add("weight_square", squares)
-        add("v_zero", sample.sums(((v == 0) & (m != 0)).float()) @ sample.weights)
+        add("update_max", did.largest.amax())
+        add("update_square", did.update2 @ sample.weights * lr * lr)
+        add("weight_square", did.weight2 @ sample.weights)
+        add("v_zero", did.vanished @ sample.weights)
         add("v_total", float(sum(part.elements * part.weight for part in sample.parts)))
-
-    def _compare(self, form: AdamForm, sample: Sample, u: Tensor, before: Tensor) -> None:
-        """The gain of weights in few bits. Both changes in units of lr, which keeps squares near 1."""
-        if not isinstance(form.lr, Tensor) and form.lr == 0.0:
-            return
-        wanted = u + before * form.weight_decay if form.decoupled else u
-        got = (before - weights_of(sample)) / form.lr
-        self.watch.rows.add([weight_series(part.place, sample.dtype) for part in sample.parts],
-                            elements=[part.elements for part in sample.parts],
-                            sums=update_sums(sample, wanted, got))
 
 
 def state_of(optimizer: Optimizer, parameter: Tensor) -> State:
     """What the optimizer keeps of a parameter; nothing before its first step."""
     state = optimizer.state.get(parameter)
-    return state if isinstance(state, Mapping) else {}
-
-
-def update_sums(sample: Sample, wanted: Tensor, got: Tensor) -> dict[str, Tensor]:
-    """Columns of `sums.SUM_COLUMNS`, [P] each: of a step that was wanted and the one that was got."""
-    return {"wanted2": sample.squares(wanted), "got2": sample.squares(got),
-            "missed2": sample.squares(got - wanted)}
-
-
-def weights_of(sample: Sample) -> Tensor:
-    """The weights as they are, fp32 [elements]."""
-    return in_fp32(sample.gather([as_bytes(local(part.parameter)) for part in sample.parts]),
-                   sample.dtype)
+    return state if isinstance(state, (dict, Mapping)) else {}  # dict alone first: it takes a tenth
 
 
 def weight_series(place: ParameterPlace, dtype: torch.dtype) -> Series:
     """The series of weights of `dtype` that have no master copy: `update_gain`."""
     return Series(name=place.name, role="weight", format=FORMAT_OF[dtype], scaling="none", live=True,
                   module=place.module, depth=place.depth, aliases=place.aliases)
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """Codes of one byte as uint8, which can be moved about; all else as it is."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
-
-
-def in_fp32(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Inverse of `as_bytes`, decoded."""
-    return decode(x.view(dtype)) if x.dtype == torch.uint8 else x.float()

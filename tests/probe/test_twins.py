@@ -198,3 +198,23 @@ def test_bf16_states_have_a_twin() -> None:
     assert run.errors() == []
     (series,) = (key for key, one in run.worker.metrics(29).items() if "update_error" in one)
     assert series == ("weight", "exp_avg_sq", "rowwise")
+
+
+def test_a_step_that_a_fused_optimizer_skips_moves_no_twin() -> None:
+    """Not even to NaN, which a gradient that a scaler rejects may hold; the next step goes on from there."""
+    run = Run(lambda p: torch.optim.AdamW(p, fused=True), dtype=torch.bfloat16, every=100)
+    optimizer: Any = run.optimizer
+    grads = gradients(4)
+    run.train(grads[:2])
+    twins = run.scope._twins._twins[id(optimizer)].values()
+    (twin,) = [twin for twin in twins if twin is not None]
+    before = twin.m.clone(), twin.v.clone()
+    grads[2][3, 5] = torch.nan
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
+    run.train(grads[2:3])
+    assert torch.equal(twin.m, before[0])
+    assert torch.equal(twin.v, before[1])
+    optimizer.found_inf = torch.tensor(0.0)
+    run.train(grads[3:])
+    assert torch.allclose(twin.m, before[0].lerp(grads[3].bfloat16().float().flatten() / 2, 0.1))
+    assert run.errors() == []
