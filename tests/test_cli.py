@@ -112,12 +112,33 @@ def test_up_heeds_a_signal_while_it_starts(short_home: Path, number: signal.Sign
         time.sleep(0.01)
 
 
+def test_a_signal_that_comes_while_a_child_is_started_is_not_lost(tmp_path: Path) -> None:
+    """It comes in a callback at the fork, where Python swallows what a handler raises."""
+    program = """
+import os, signal, sys
+from pathlib import Path
+from fp8scope_server.children import Child
+from fp8scope_server.up import raise_on_terminate
+raise_on_terminate()
+os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
+with Child("sleeper", "timeit", ["-n1", "-r1", "import time; time.sleep(600)"], log=Path(sys.argv[1])):
+    print("started", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "log")], capture_output=True,
+                          text=True, timeout=120, check=False)
+    assert done.stdout == ""
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+    assert "Exception ignored" not in done.stderr
+
+
 @pytest.fixture
 def short_home() -> Iterator[Path]:
     """A data home that the database server can enter."""
     home = Path(tempfile.mkdtemp(prefix="fp8scope-test-", dir="/tmp"))
     home.chmod(0o755)
     yield home
+    while _alive(_server(home)):  # its collector was killed
+        time.sleep(0.05)
     shutil.rmtree(home)
 
 
@@ -125,6 +146,14 @@ def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
+
+
+def _server(home: Path) -> int:
+    """The database server's process, or one that is not there."""
+    try:
+        return int((home / "postgres" / "data" / "postmaster.pid").read_text().split("\n")[0])
+    except (OSError, ValueError):
+        return -1
 
 
 def _alive(pid: int) -> bool:

@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -27,7 +28,7 @@ class Child:
         self.name = name
         self.log = log
         parent = os.getpid()
-        with _opened(log) as output:
+        with _opened(log) as output, _held_signals():
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
@@ -67,6 +68,22 @@ def check_running(children: Sequence[Child]) -> None:
         if not child.running:
             raise Fp8scopeError(f"the {child.name} ended with code {child.process.returncode}; what it "
                                 f"stored is kept; its log {child.log} ends with:\n" + child.last_lines())
+
+
+@contextmanager
+def _held_signals() -> Iterator[None]:
+    """Signals to end wait until a child has been started: what their handlers raise is swallowed where
+    Python runs callbacks at a fork."""
+    came: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number))
+                for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])
 
 
 def _opened(log: Path) -> BinaryIO:
