@@ -11,8 +11,9 @@ export PYTHONUNBUFFERED := 1
 demo: $(VENV)/.all
 	$(BIN)/fp8scope demo $(ARGS)
 
+# Two processes, each with one thread for torch's sums, on any machine: many tests start processes themselves.
 test: $(VENV)/.dev chromium
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
