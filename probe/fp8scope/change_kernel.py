@@ -29,7 +29,7 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 _ROWS = 8  # blocks at a time: with eight warps, four elements a thread and 48 registers of sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _change_kernel(table_ptr: tl.tensor, corrections_ptr: tl.tensor, numbers_ptr: tl.tensor,
                    before_ptr: tl.tensor, out_ptr: tl.tensor, parts: tl.tensor, MOMENT: tl.constexpr,
                    WEIGHT: tl.constexpr, COMPARED: tl.constexpr, DECOUPLED: tl.constexpr,

@@ -151,7 +151,7 @@ _SENTINELS = (
     Metric(key="grad_norm", unit="value", group="sentinel", worse="neither",
            definition="L2 norm of all gradients before clipping"),
     Metric(key="grad_norm_ratio", unit="ratio", group="sentinel", merge="max",
-           definition="gradient norm / its median over the last 64 steps"),
+           definition="gradient norm / its median over the last 64 that were taken"),
     Metric(key="update_max", unit="lr", group="sentinel", merge="max",
            definition="largest |update| / lr of the optimizer step, on a sample of blocks where the "
                       "optimizer keeps no account of it"),
