@@ -21,6 +21,9 @@ def bare(optimizer: Optimizer) -> Optimizer:
         optimizer = inner
     if not isinstance(optimizer, Optimizer):
         raise Invalid("optimizers", type(optimizer).__name__, "must be a torch.optim.Optimizer, or wrap one")
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise Invalid("optimizers", type(optimizer).__name__,
+                      "must call torch.optim.Optimizer.__init__, without which it has no step hooks")
     return optimizer
 
 

@@ -16,8 +16,7 @@ Full backward hooks were rejected: they cost 60 to 80 us each, break in-place op
 outputs inside a dict.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+import threading
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from fp8scope.engine_operands import measure_engine
 from fp8scope.gemm import WgradSample, gemm_error, sample_columns, wgrad_row_error_max
 from fp8scope.inert import Inert, InertObserver
 from fp8scope.layers import Layer, weight_of
+from fp8scope.nested import tensors_in
 from fp8scope.roundtrip import channel_outlier_ratio
 from fp8scope.sharding import is_first_copy, is_measured_here, unreadable
 from fp8scope.sums import MAX_COLUMNS
@@ -58,18 +58,24 @@ def install(layers: tuple[Layer, ...], watch: Watch) -> list[RemovableHandle]:
     return handles
 
 
+class Call(threading.local):
+    """The forward of a layer that is under way in this thread: jobs may run one model in several."""
+
+    inside = False
+    """True between the layer's pre-hook and its hook, in a measured step."""
+    live = False
+    """Whether it is measured."""
+    sample: WgradSample | None = None
+    """What it keeps of its input."""
+
+
 class LayerProbe:
     """One watched layer: its series, and the forward under way."""
 
     def __init__(self, layer: Layer, watch: Watch) -> None:
         self.layer = layer
         self.watch = watch
-        self.inside = False
-        """True between the layer's pre-hook and its hook, in a measured step."""
-        self.live = False
-        """Whether the forward under way is measured."""
-        self.sample: WgradSample | None = None
-        """What the forward under way keeps of its input."""
+        self.call = Call()
         self.left: RemovableHandle | None = None
         """Of a forward hook that is the first of its layer, and stays if the forward raises."""
         self.key = Key(self, watch.rows.device)
@@ -113,7 +119,7 @@ class LayerProbe:
     def add_errors(self, x: Tensor, weight: Tensor | None) -> None:
         """Of a detailed step: outlying channels of x [M, K], the error of its product with the weight [N, K]
         in the first call of a step, and what the call keeps for the error of the weight's gradient."""
-        self.sample = self.add_sample(x) or self.sample
+        self.call.sample = self.add_sample(x) or self.call.sample
         outliers = channel_outlier_ratio(x)
         for recipe in self.watch.recipes:
             scaling = recipe.scaling_of("activation")
@@ -161,8 +167,8 @@ class LayerProbe:
             watch.ran.add(name)
             with watch.guarded(name):
                 _measure_operands(self, weight, [x])
-                watch.calls.setdefault(name, {})[call] = self.sample
-            self.sample = None
+                watch.calls.setdefault(name, {})[call] = self.call.sample
+            self.call.sample = None
 
     def gradient(self, dy: Tensor, call: int) -> None:
         """The gradient of the output of that call."""
@@ -183,7 +189,7 @@ class ForwardPreHook(Inert):
         counts = probe.watch.counts(module)
         if not probe.watch.sampling:
             return
-        probe.inside, probe.live = True, counts
+        probe.call.inside, probe.call.live = True, counts
         after = ForwardHook(probe)
         # Checkpointing leaves a recomputed forward by an exception; the hook must learn of it.
         # Of a DTensor it must come before the hook of `parallelize_module` that hands out plain tensors.
@@ -193,7 +199,7 @@ class ForwardPreHook(Inert):
             probe.left.remove()
         after.handle = module.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=first)
         probe.left = after.handle if first else None
-        if probe.live:
+        if counts:
             probe.watch.ran.add(probe.layer.name)
             if not probe.layer.in_situ and not probe.layer.engine:
                 with probe.watch.guarded(probe.layer.name):
@@ -207,21 +213,24 @@ class ForwardHook(Inert):
 
     def __init__(self, probe: LayerProbe) -> None:
         self.probe = probe
+        self.thread = threading.get_ident()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self.thread != threading.get_ident():  # of a call that another thread makes at this time
+            return
         probe = self.probe
         # After an exception torch goes through the hooks themselves: only the last one may remove itself.
         if self.handle is not None and (output is not None or probe.left is None):
             self.handle.remove()
-        wanted = probe.live and not probe.layer.in_situ and output is not None
-        probe.inside = probe.live = False
+        wanted = probe.call.live and not probe.layer.in_situ and output is not None
+        probe.call.inside = probe.call.live = False
         rows: tuple[int, ...] | None = ()
         if wanted and probe.layer.engine:
             output = next(tensors_in(output), None)  # what follows is a bias, or its own normalised input
             with probe.watch.guarded(probe.layer.name):
                 x = next((one for one in tensors_in((args, kwargs)) if one.is_floating_point()), None)
                 rows = measure_engine(probe, x, output, args, kwargs)
-        sample, probe.sample = probe.sample, None
+        sample, probe.call.sample = probe.call.sample, None
         if wanted and rows is not None:
             with probe.watch.guarded(probe.layer.name):
                 for y in tensors_in(output):
@@ -277,8 +286,8 @@ class InSituObserver(InertObserver):
     @property
     def active(self) -> bool:
         """In a forward: as its pre-hook decided. In a backward: whether the step is measured."""
-        if self.probe.inside:
-            return self.probe.live
+        if self.probe.call.inside:
+            return self.probe.call.live
         return self.probe.watch.sampling and torch._C._current_graph_task_id() != -1
 
     def tensor(
@@ -358,22 +367,3 @@ def _measure_operands(probe: LayerProbe, weight: Tensor | None, inputs: list[Ten
             probe.add_errors(x, weight)
     if weight is not None:
         probe.add_casts(weight)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses, each once."""
-    seen: set[int] = set()
-    pending = [value]
-    while pending:
-        one = pending.pop(0)
-        if id(one) in seen:  # also containers: some hold themselves
-            continue
-        seen.add(id(one))
-        if isinstance(one, Tensor):
-            yield one
-        elif isinstance(one, Mapping):
-            pending += one.values()
-        elif isinstance(one, list | tuple):
-            pending += one
-        elif is_dataclass(one) and not isinstance(one, type):
-            pending += [getattr(one, f.name) for f in fields(one)]

@@ -5,6 +5,7 @@ checkpointing and compilation. A module or parameter that is registered several 
 lists the others as aliases. Depth is the place in the order of registration.
 """
 
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,9 +17,11 @@ from fp8scope.casts import Cast
 from fp8scope.inert import can_report
 from fp8scope.torchao_linear import LiveCasts, live_casts
 from fp8scope.transformer_engine import engine_cast, engine_kind, weight_keys
-from fp8scope_protocol.series import canonical_name
+from fp8scope_protocol.series import NAME_LIMIT, canonical_name
 from fp8scope_protocol.wire import Unobserved
 
+LONGEST_NAME = NAME_LIMIT - 16
+"""Of a module; the name of its weight is longer."""
 ROOT = "(model)"
 """Name of a model that is itself the layer."""
 
@@ -129,7 +132,8 @@ def find_unobserved(model: nn.Module) -> tuple[Unobserved, ...]:
     """Modules with matrices of their own that are no layer we can watch."""
     watched = {id(layer.module) for layer in find_layers(model)}
     return tuple(
-        Unobserved(name=canonical_name(name) or ROOT, reason=f"{type(module).__name__} is not a linear layer")
+        Unobserved(name=_listable(canonical_name(name)) or ROOT,
+                   reason=f"{type(module).__name__} is not a linear layer")
         for name, module in model.named_modules()
         if id(module) not in watched and any(_is_matrix(p) for p in module.parameters(recurse=False))
     )
@@ -148,8 +152,17 @@ def _names(named: Iterable[tuple[str, object]]) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for name, short, owner in pairs:
         mine = owners.setdefault(short, owner) == owner
-        found.setdefault(owner, []).append(short if mine else name)
+        found.setdefault(owner, []).append(_listable(short if mine else name))
     return found
+
+
+def _listable(name: str) -> str:
+    """`name` as a series may have it: what cannot be printed is escaped, a long one ends in a checksum."""
+    if not name.isprintable():
+        name = name.encode("unicode_escape").decode()
+    if len(name) > LONGEST_NAME:
+        name = f"{name[:LONGEST_NAME - 9]}~{zlib.crc32(name.encode()):08x}"
+    return name
 
 
 def _is_watched(module: nn.Module) -> bool:

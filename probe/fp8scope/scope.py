@@ -13,6 +13,7 @@ the only moment at which the training thread may wait for the probe, and by then
 """
 
 import atexit
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -46,6 +47,8 @@ from fp8scope.watch import Watch
 from fp8scope_protocol.commands import Command, CommandReport
 from fp8scope_protocol.errors import Fp8scopeError, Invalid
 from fp8scope_protocol.recipes import parse_recipes
+
+LOG = logging.getLogger("fp8scope")
 
 
 class RootHook(Inert):
@@ -94,10 +97,13 @@ class Scope:
         self._closed = False
         self._awaited: deque[int] = deque()
         self._reports: list[CommandReport] = []
+        self._ended = False
+        """Whether any step has."""
         device = device_of(model)
-        self._watch = Watch(Rows(device), recipes=parse_recipes(formats),
-                            rank=worker.rank, world=worker.world)
-        self._sentinels = Sentinels(device, world=worker.world)
+        with torch.inference_mode(False):  # else no later step could add to the sums
+            self._watch = Watch(Rows(device), recipes=parse_recipes(formats),
+                                rank=worker.rank, world=worker.world)
+            self._sentinels = Sentinels(device, world=worker.world)
         self._places = parameter_places(model)
         self._samples = Samples(self._watch, self._places)
         self._updates = Updates(self._watch, self._samples, self._sentinels)
@@ -113,7 +119,8 @@ class Scope:
 
         Detached tensors stay on their device. A loss may be given once a micro-batch.
         """
-        self._sentinels.log(values)
+        if not self._closed:
+            self._sentinels.log(values)
 
     def read_gradients(self, optimizer: Optimizer) -> None:
         """Reads the gradients of `optimizer` now, as they are before clipping, and not again when it steps.
@@ -188,6 +195,9 @@ class Scope:
             return
         if self._stepped and not self.explicit:
             self._close_step(skipped=False)
+        if self._watch.rows.count and not self._ended:
+            LOG.warning("fp8scope: no step has ended, so nothing was sent: give attach the optimizers, or "
+                        "call scope.step() after each step")
         self._closed = True
         self.detach()
         if self._reports:  # on what was applied at the last boundary
@@ -210,8 +220,10 @@ class Scope:
         root = RootHook(self._on_forward, self._watch.rows.device)
         handles.append(self._model.register_forward_pre_hook(root, prepend=True))
         for optimizer in self._optimizers:
-            handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
-            handles.append(optimizer.register_step_post_hook(self._after_optimizer))
+            for register, hook in ((optimizer.register_step_pre_hook, self._before_optimizer),
+                                   (optimizer.register_step_post_hook, self._after_optimizer)):
+                # in a compiled step a graph break
+                handles.append(register(torch.compiler.disable(hook)))  # type: ignore[no-untyped-call]
             handles.append(optimizer.register_load_state_dict_post_hook(self._twins.forget))
             if can_report(optimizer):
                 optimizer.observer = StateRecorder(self._watch, self._places)  # type: ignore[attr-defined]
@@ -268,7 +280,7 @@ class Scope:
     def _close_step(self, *, skipped: bool) -> None:
         step = self.current
         self._stepped.clear()
-        self._called = False
+        self._called, self._ended = False, True
         record = StepRecord(step=step, skipped=skipped, sentinels=SentinelSums.zeros())
         with self._watch.guarded("step"):
             record = self._record(step, skipped)
@@ -300,6 +312,10 @@ class Scope:
             return
         self._told_missing = True
         ran, gradients = self._watch.ran, self._watch.gradients
+        known = {id(layer.module) for layer in self._layers}
+        for layer in find_layers(self._model):
+            if id(layer.module) not in known:
+                self._watch.unobserved(layer.name, "came into the model after the probe; attach it last")
         for layer in self._layers:
             if layer.name not in ran:
                 self._watch.unobserved(layer.name, f"did not run in step {step}: unused, in evaluation mode, "
