@@ -2,8 +2,9 @@
 
 A value is elevated when it is over `least` and, where there is a `factor`, over that many times the median of
 its own last WINDOW values; NaN and infinities always are. The limits are those of design and measurement: an
-Adam update seldom exceeds 3 lr, and a scale that is half a bit stale saturates soon. They ask for a closer
-look, not for a change: a false alarm costs some sampled steps.
+Adam update seldom exceeds 3 lr, a scale that is half a bit stale saturates soon, and logits of small healthy
+decoders stay below 50 while they grow, which they do for long without QKNorm (docs/log.md). They
+ask for a closer look, not for a change: a false alarm costs some sampled steps.
 
 One sign is one elevation, however long it lasts: a sentinel counts again after CALM values in a row that were
 not elevated. So a job that lives with a bad number is not measured at every step for ever.
@@ -44,6 +45,7 @@ ELEVATIONS = (
     Elevation(sentinel="update_weight_ratio", least=0.0, factor=4.0),
     Elevation(sentinel="v_zero_share", least=0.01, factor=3.0),
     Elevation(sentinel="scale_staleness_bits", least=0.5),
+    Elevation(sentinel="attn_logit_bound", least=100.0, factor=2.0),
 )
 
 

@@ -146,9 +146,9 @@ def test_no_budget_no_change() -> None:
 
 
 HEALTHY = {"nonfinite_count": 0.0, "grad_norm_ratio": 1.1, "update_max": 1.4, "update_weight_ratio": 1e-3,
-           "v_zero_share": 0.0, "scale_staleness_bits": 0.1}
+           "v_zero_share": 0.0, "scale_staleness_bits": 0.1, "attn_logit_bound": 40.0}
 BAD = {"nonfinite_count": 1.0, "grad_norm_ratio": 5.0, "update_max": 9.8e3, "update_weight_ratio": 1e-2,
-       "v_zero_share": 0.2, "scale_staleness_bits": 0.75}
+       "v_zero_share": 0.2, "scale_staleness_bits": 0.75, "attn_logit_bound": 400.0}
 
 
 @pytest.mark.parametrize("sentinel", [one.sentinel for one in ELEVATIONS])
@@ -186,6 +186,17 @@ def test_what_is_not_finite_is_a_bad_sign(value: float) -> None:
     change = cadence.judge(FEWEST, StepTime(), HEALTHY | {"update_max": value}, alert=False)
     assert change is not None
     assert change.every == 1
+
+
+def test_attention_that_warms_up_is_no_sign() -> None:
+    """As it was measured: from next to nothing to 47 in 260 steps, and to 1,300 when the run breaks."""
+    cadence = Cadence(10, close_steps=5)
+    for step in range(260):
+        numbers = {"attn_logit_bound": 0.5 + 46.5 * min(1.0, step / 100)}
+        assert cadence.judge(step, StepTime(), numbers, alert=False) is None
+    change = cadence.judge(260, StepTime(), {"attn_logit_bound": 1300.0}, alert=False)
+    assert change is not None
+    assert "attn_logit_bound is 1300, over 100" in change.why
 
 
 def test_a_healthy_run_shows_no_sign() -> None:

@@ -121,6 +121,31 @@ def test_p10_loss_scaling_changes_no_verdict() -> None:
         assert scaled["distortion"] == pytest.approx(plain["distortion"], rel=1e-6)
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_p10_a_step_skipped_inside_a_fused_optimizer_is_marked(explicit: bool) -> None:
+    """P10: fused ones unscale and skip by themselves, so their hooks fire all the same. Their parameters and
+    steps stay, the numbers are those of the unscaled gradient."""
+    model, worker = network(), MemoryWorker()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    with Scope(model, (optimizer,), worker=worker, every=1) as scope:
+        for step in range(4):
+            x = torch.randn(32, 128) * (math.inf if step == 1 else 1.0)
+            scaler.scale(model(x).square().mean()).backward()
+            weight = next(model.parameters()).detach()
+            before = weight.clone()
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, weight) == (step == 1)
+            optimizer.zero_grad()
+            if explicit:
+                scope.step(step)
+    assert [(r.step, r.skipped or r.sentinels.skipped) for r in worker.records] == [
+        (0, False), (1, True), (2, False), (3, False)]
+    assert worker.sentinels(0)["grad_norm"] < 10
+    assert worker.sentinels(1)["nonfinite_count"] > 0
+
+
 def test_p6_a_model_compiled_before_keeps_its_steps_and_says_what_is_hidden() -> None:
     """P6: a probe that came after the first compiled call has the steps and the sentinels; layers that it
     cannot see are listed, not at 0."""
