@@ -14,6 +14,7 @@ the only moment at which the training thread may wait for the probe, and by then
 
 import atexit
 import logging
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -113,6 +114,8 @@ class Scope:
         self._begin()
         self._told_missing = False
         atexit.register(_close_at_exit, weakref.ref(self))
+        self._forgotten = weakref.finalize(self, _close_forgotten, worker)
+        self._forgotten.atexit = False
 
     def log(self, **values: Number) -> None:
         """Numbers of the current step that the job knows: loss, grad_norm, lr, loss_scale.
@@ -203,6 +206,7 @@ class Scope:
         if self._reports:  # on what was applied at the last boundary
             self._worker.submit(StepRecord(step=self.current, sentinels=SentinelSums.zeros(),
                                            reports=tuple(self._reports)))
+        self._forgotten.detach()
         self._worker.close()
 
     def __enter__(self) -> Self:
@@ -319,7 +323,8 @@ class Scope:
         for layer in self._layers:
             if layer.name not in ran:
                 self._watch.unobserved(layer.name, f"did not run in step {step}: unused, in evaluation mode, "
-                                                   "in torch.func, or compiled before the probe was attached")
+                                                   "called past its hooks, in torch.func, or compiled before "
+                                                   "the probe was attached")
             elif not layer.in_situ and layer.name not in gradients:
                 self._watch.unobserved(layer.name, "gradient not observed: no output had one")
 
@@ -351,3 +356,10 @@ def _close_at_exit(reference: "weakref.ref[Scope]") -> None:
     scope = reference()
     if scope is not None:
         scope.close()
+
+
+def _close_forgotten(worker: StepWorker) -> None:
+    """Of a scope that was collected with its model, as when a notebook's cell runs again. Other ranks would
+    take it for one that has left."""
+    if worker.world == 1:
+        threading.Thread(target=worker.close, name="fp8scope-close", daemon=True).start()

@@ -1,5 +1,6 @@
 """Loops and models that a newcomer may have: the probe measures them, or says what it cannot do."""
 
+import gc
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -258,6 +259,35 @@ def test_a_closed_scope_keeps_nothing() -> None:
     for _ in range(3):
         scope.log(loss=torch.ones(()))
     assert scope._sentinels._losses == []
+
+
+def test_a_forgotten_scope_is_closed(tmp_path: Path, spooled: Callable[..., Any], until: Any) -> None:
+    """A notebook's cell runs again: model and scope of the first run go, its threads end, what had been
+    measured is on disk and may be sent by the next attach."""
+    for _ in range(3):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fp8scope.attach(model, optimizer, run="r", every=1, collector=OFFLINE, spool=tmp_path)
+        for seed in range(3):
+            backward(loss_of(model, seed))
+            optimizer.step()
+    del model, optimizer
+    gc.collect()
+    until(lambda: not [one for one in threading.enumerate() if one.name.startswith("fp8scope")])
+    assert [one.header.step for one in spooled(tmp_path, "r")] == [0, 1] * 3
+
+
+def test_attention_that_calls_no_layer_is_listed() -> None:
+    """`nn.MultiheadAttention` multiplies by the weights of its output layer without calling it."""
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    worker = MemoryWorker()
+    with Scope(model, (), worker=worker, every=1) as scope:
+        backward(model(torch.randn(2, 5, 16)).sum())
+        scope.step(0)
+    (event,) = told(worker)
+    assert event.name == "self_attn.out_proj"
+    assert "called past its hooks" in event.text
+    assert ("linear1", "gradient", "rowwise") in worker.metrics(0)
 
 
 @pytest.mark.parametrize("ends", [True, False])
