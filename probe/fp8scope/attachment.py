@@ -6,7 +6,7 @@
 import platform
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,8 +24,7 @@ from fp8scope.arguments import (
     format_names,
 )
 from fp8scope.cadence import Cadence
-from fp8scope.layers import find_layers, find_unobserved
-from fp8scope.precision import precision_map
+from fp8scope.part import Part
 from fp8scope.ranks import join_ranks
 from fp8scope.scope import Scope, device_of
 from fp8scope.settings import read_settings
@@ -49,6 +48,7 @@ def attach(
     formats: Iterable[str] = ("e4m3",),
     remote_control: bool = False,
     budget: float | None = 0.01,
+    rename: Callable[[str], str] | None = None,
 ) -> Scope:
     """Puts the probe on `model`. Call it on every rank, after sharding if the model is sharded.
 
@@ -62,6 +62,8 @@ def attach(
         a format, or `format/scaling` to replace its usual scalings (see `recipes.usual_scaling`).
     remote_control: whether the collector may change the precision of layers.
     budget: share of the job's time that measuring may take; beyond it `every` grows. None: it never does.
+    rename: from the name of a layer or parameter in `model` to its name in the whole, where other ranks have
+        other layers of the same names: pipeline stages that count their layers from 0, experts.
 
     A model that has a probe is refused: its layers can report to one only.
     """
@@ -73,23 +75,26 @@ def attach(
     check_budget(budget)
     check_switch("resume", resume)
     check_switch("remote_control", remote_control)
+    if rename is not None and not callable(rename):
+        raise Invalid("rename", rename, "must be a function from a name to a name, or None")
     every, detail_every = int(every), int(detail_every)
     check_unattached(model)
     settings = read_settings(collector=collector, spool=spool)
     first = _first_step(given) if start_step is None else int(start_step)
+    holding = Part(rename).holding(model)
     ranks = join_ranks(
         repr((run, every, detail_every, names, remote_control, resume, first, budget, settings.close_steps)),
-        handshake_seconds=settings.handshake_seconds, reduce_seconds=settings.reduce_seconds,
+        holding, handshake_seconds=settings.handshake_seconds, reduce_seconds=settings.reduce_seconds,
     )
     hello = Hello(
         run=run, attempt="", producer="", resume=resume, every=every, remote_control=remote_control,
-        started_ns=time.time_ns(), host=socket.gethostname(), precision=precision_map(find_layers(model)),
-        unobserved=find_unobserved(model), facts=_facts(model, given),
+        started_ns=time.time_ns(), host=socket.gethostname(), precision=ranks.holding.precision,
+        unobserved=ranks.holding.unobserved, facts=_facts(model, given),
     )
     cadence = Cadence(every, detail_every=detail_every, budget=budget, close_steps=settings.close_steps)
     worker = Worker(hello, ranks=ranks, settings=settings, token=read_token(), cadence=cadence)
     return Scope(model, given, worker=worker, every=every, detail_every=detail_every, formats=names,
-                 start_step=first)
+                 start_step=first, rename=rename)
 
 
 def _first_step(optimizers: tuple[Optimizer, ...]) -> int:

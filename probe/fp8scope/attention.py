@@ -25,11 +25,13 @@ PAIRS = (("q_norm", "k_norm"), ("q_proj", "k_proj"))
 Report = Callable[[Tensor], None]
 
 
-def install_attention(model: nn.Module, watch: Watch, report: Report) -> list[RemovableHandle]:
+def install_attention(
+    model: nn.Module, watch: Watch, report: Report, rename: Callable[[str], str] = str
+) -> list[RemovableHandle]:
     """Hooks on queries and keys of every attention that is found; `report` gets the bound of each forward."""
     handles: list[RemovableHandle] = []
     for path, module in model.named_modules():
-        name, pair = canonical_name(path), _pair(module)
+        name, pair = rename(canonical_name(path)), _pair(module)
         if pair is None:
             continue
         width = _head_width(module)

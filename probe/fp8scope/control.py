@@ -5,7 +5,7 @@ of a command in the same step n and apply it at the boundary of step n + 2.
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fp8scope.precision import joint
 from fp8scope_protocol.commands import Command, CommandReport
@@ -53,25 +53,45 @@ class Inbox:
 
 
 class Answers:
-    """Collects what every rank has to say about a command, until all have spoken."""
+    """Collects what every rank of the job has to say about a command, until all have spoken.
 
-    def __init__(self) -> None:
+    `members` are the ranks of this producer, which reports for them. A command that no rank has a layer of is
+    for `first`, the producer of the job's first rank, to reject.
+    """
+
+    def __init__(self, members: Sequence[int], *, first: bool) -> None:
+        self._members = members
+        self._first = first
         self._heard: dict[int, dict[int, CommandReport]] = {}
+        self._owned: dict[int, set[int]] = {}
 
-    def add(self, by_rank: tuple[tuple[CommandReport, ...], ...]) -> tuple[CommandReport, ...]:
-        """Reports that are now complete: `applied` only if every rank applied the command."""
-        complete = []
+    def add(
+        self, by_rank: Sequence[Sequence[CommandReport]], passed: Sequence[Sequence[CommandReport]]
+    ) -> tuple[CommandReport, ...]:
+        """Reports that are now complete: `applied` only if every rank with a layer of it applied it."""
         for rank, reports in enumerate(by_rank):
-            for report in reports:
+            for report in (*reports, *passed[rank]):
                 self._heard.setdefault(report.id, {})[rank] = report
+            for report in reports:
+                self._owned.setdefault(report.id, set()).add(rank)
+        complete = []
         for id_, heard in sorted(self._heard.items()):
             if len(heard) >= len(by_rank):  # more, after ranks have left
-                complete.append(_joint(self._heard.pop(id_)))
+                del self._heard[id_]
+                complete += self._of_producer(heard, self._owned.pop(id_, set()), alone=len(by_rank) == 1)
         return tuple(complete)
+
+    def _of_producer(
+        self, heard: dict[int, CommandReport], owners: set[int], *, alone: bool
+    ) -> list[CommandReport]:
+        mine = {rank: heard[rank] for rank in owners if alone or rank in self._members}
+        if mine:
+            return [_joint(mine)]
+        return [_joint(heard)] if self._first and not owners else []
 
 
 def _joint(heard: dict[int, CommandReport]) -> CommandReport:
-    """One report for all ranks; the first rank that did not apply the command decides the state."""
+    """One report for several ranks; the first rank that did not apply the command decides the state."""
     reports = [heard[rank] for rank in sorted(heard)]
     worst = next((report for report in reports if report.state != "applied"), reports[0])
     steps = tuple(report.step for report in reports)

@@ -76,7 +76,7 @@ def derive_sentinels(reduced: SentinelSums, grad_norms: deque[float]) -> dict[st
     sums = dict(zip(SENTINEL_SUM_COLUMNS, reduced.sums.tolist(), strict=True))
     maxes = dict(zip(SENTINEL_MAX_COLUMNS, reduced.maxes.tolist(), strict=True))
     found = {key: value for key, value in maxes.items() if value > -math.inf and key != "skipped"}
-    if sums["loss_count"] or sums["grad_count"] or sums["nonfinite"]:
+    if sums["loss_count"] or sums["grad_count"] or sums["norm_count"] or sums["nonfinite"]:
         found["nonfinite_count"] = sums["nonfinite"]
     if sums["loss_count"]:
         found["loss"] = sums["loss_sum"] / sums["loss_count"]
@@ -84,8 +84,9 @@ def derive_sentinels(reduced: SentinelSums, grad_norms: deque[float]) -> dict[st
         found["v_zero_share"] = sums["v_zero"] / sums["v_total"]
     if sums["weight_square"]:
         found["update_weight_ratio"] = math.sqrt(sums["update_square"] / sums["weight_square"])
-    if sums["grad_count"]:
-        norm = found["grad_norm"] = math.sqrt(sums["grad_square"])
+    if sums["grad_count"] or sums["norm_count"]:
+        logged = sums["norm_count"]  # what the job says wins
+        norm = found["grad_norm"] = math.sqrt(sums["norm_square"] / logged if logged else sums["grad_square"])
         if grad_norms and (typical := statistics.median(grad_norms)):
             found["grad_norm_ratio"] = norm / typical
         if math.isfinite(norm):

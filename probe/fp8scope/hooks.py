@@ -17,6 +17,7 @@ outputs inside a dict.
 """
 
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ class LayerProbe:
         """Once a step. Under FSDP all ranks hold the whole weight here, and one of them measures it."""
         watch = self.watch
         watch.rows.row(series)  # all ranks have the same series
-        mine = is_measured_here(weight, rank=watch.rank, world=watch.world, index=self.layer.index)
+        mine = is_measured_here(weight, rank=watch.rank, world=watch.world, index=self.layer.dealt)
         if watch.once(*series.key) and mine:
             watch.measure(series, matrix(weight), element, scales=scales, power_of_two=power_of_two)
 
@@ -163,7 +164,9 @@ class LayerProbe:
     def operands(self, x: Tensor, weight: Tensor, call: int) -> None:
         """One call in a compiled region; see `compiled.Traced`."""
         watch, name = self.watch, self.layer.name
-        if not watch.idle and watch.is_first_pass(self.layer.module) and watch.sampling:
+        if watch.idle or watch.rehearsing:
+            return
+        if watch.is_first_pass(self.layer.module) and watch.sampling:
             watch.ran.add(name)
             with watch.guarded(name):
                 _measure_operands(self, weight, [x])
@@ -172,7 +175,7 @@ class LayerProbe:
 
     def gradient(self, dy: Tensor, call: int) -> None:
         """The gradient of the output of that call."""
-        if self.watch.sampling:
+        if self.watch.sampling and not self.watch.rehearsing:
             GradientHook(self, self.watch.sample_of(self.layer.name, call))(dy)
 
 
@@ -252,7 +255,11 @@ class TracedHook(Inert):
 
 
 class GradientHook(Inert):
-    """Measures the gradient of one output of one call; `rows` as in `by_gemm`."""
+    """Measures the gradient of one output of one call; `rows` as in `by_gemm`.
+
+    Pipeline schedules that split the backward (zero bubble) come through here twice, with one and the same
+    tensor: for the gradients of inputs, later for those of weights.
+    """
 
     def __init__(
         self, probe: LayerProbe, sample: WgradSample | None, rows: tuple[int, ...] = ()
@@ -260,10 +267,12 @@ class GradientHook(Inert):
         self.probe = probe
         self.sample = sample
         self.rows = rows
+        self.seen: weakref.ref[Tensor] | None = None
 
     def __call__(self, gradient: Tensor) -> None:
         probe = self.probe
-        if probe.watch.sampling:
+        if probe.watch.sampling and (self.seen is None or self.seen() is not gradient):
+            self.seen = weakref.ref(gradient)
             probe.watch.gradients.add(probe.layer.name)
             with probe.watch.guarded(probe.layer.name):
                 if kind := unreadable(gradient):
@@ -288,7 +297,8 @@ class InSituObserver(InertObserver):
         """In a forward: as its pre-hook decided. In a backward: whether the step is measured."""
         if self.probe.call.inside:
             return self.probe.call.live
-        return self.probe.watch.sampling and torch._C._current_graph_task_id() != -1
+        watch = self.probe.watch
+        return watch.sampling and not watch.rehearsing and torch._C._current_graph_task_id() != -1
 
     def tensor(
         self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str,

@@ -42,7 +42,9 @@ class Layer:
     module: nn.Module
     depth: int
     index: int
-    """Place among the watched layers; decides which rank measures what all ranks hold alike."""
+    """Place among the watched layers."""
+    dealt: int
+    """Which rank measures the weight if several hold it alike, modulo their number."""
     aliases: tuple[str, ...]
     weights: tuple[Weight, ...]
     """One; of TransformerEngine's layers one for each GEMM."""
@@ -62,7 +64,8 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterPlace:
-    """Where a parameter belongs: the first watched layer that has it ("" if none) and its depth."""
+    """Where a parameter belongs: the first watched layer that has it ("" if none) and its depth. `index`
+    decides which rank measures what several hold alike."""
 
     name: str
     aliases: tuple[str, ...]
@@ -84,8 +87,8 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
         engine = engine_kind(module)
         keys = weight_keys(module) if engine else ("weight",)
         layers.append(Layer(
-            name=name, module=module, depth=depth, index=len(layers), aliases=tuple(aliases),
-            weights=tuple(_weight(name, module, key, places) for key in keys),
+            name=name, module=module, depth=depth, index=len(layers), dealt=len(layers),
+            aliases=tuple(aliases), weights=tuple(_weight(name, module, key, places) for key in keys),
             in_situ=can_report(module), live=live_casts(module), engine=engine,
         ))
     return tuple(layers)

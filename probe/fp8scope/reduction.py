@@ -4,6 +4,9 @@
     when needed    one gather of bytes: events and reports of any rank, new commands from rank 0
     sampled steps  three packed reductions: int64 sums, float64 sums, float64 maxima with the worst rank
 
+Rows and bytes are of the whole job, so that sentinels, cadence and commands are the same on every rank; the
+reductions are among the ranks of a producer, which alone have its series.
+
 The row is gathered, not reduced: gloo's all-reduce is a ring and takes twice the messages of its
 all-gather, and only whole rows show a rank that is at another step, has no full measurement, or leaves.
 Everything that decides about a further collective is read from those rows, so all ranks decide alike.
@@ -38,12 +41,14 @@ class Extras(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     events: tuple[ProbeEvent, ...] = ()
     reports: tuple[CommandReport, ...] = ()
+    passed: tuple[CommandReport, ...] = ()
     commands: tuple[Command, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergedStep:
-    """One step over all ranks that take part; the same on each of them."""
+    """One step over all ranks that take part. Tables, layout and events are those of this rank's producer,
+    everything else is the same on every rank."""
 
     step: int
     skipped: bool
@@ -55,10 +60,14 @@ class MergedStep:
     layout: Layout | None
     events: tuple[ProbeEvent, ...]
     reports: tuple[tuple[CommandReport, ...], ...]
-    """By rank."""
+    """By rank of the job."""
+    passed: tuple[tuple[CommandReport, ...], ...]
+    """By rank of the job, for commands that name no layer of the rank."""
     commands: tuple[Command, ...]
     unmatched: bool
-    """True when some rank had a full measurement and another had none, so that it was given up."""
+    """True when some member of the producer had a full measurement and another had none: it was given up."""
+    broken: str
+    """Why the producer's members could not be merged; they are alone from the next step on."""
     leaving: tuple[int, ...]
     """Ranks that take part for the last time."""
 
@@ -76,17 +85,20 @@ class Reduction:
         self, record: StepRecord, commands: Sequence[Command] = (), *, alert: bool = False
     ) -> MergedStep:
         """`record` merged with the other ranks' of the same step; `commands` and `alert` are rank 0's."""
-        extras = Extras(events=record.events, reports=record.reports, commands=tuple(commands))
+        extras = Extras(events=record.events, reports=record.reports, passed=record.passed,
+                        commands=tuple(commands))
         rows, texts = self._exchange(record, extras, alert=alert)
         present = rows[rows[:, LEAVING] == 0]
         if (present[:, STEP] != record.step).any():
             raise RanksDisagree(f"ranks are at steps {sorted(set(present[:, STEP].int().tolist()))}")
-        numbers = rows[:, LAYOUT]
-        layout, tables = None, None
+        members = self._members(len(rows))
+        numbers = rows[members, LAYOUT]
+        layout, tables, broken = None, None, ""
         if record.layout is not None and record.tables is not None and bool(numbers.all()):
-            layout = self._unite(record.layout, numbers)
-            same = layout is record.layout
-            tables = self._reduce(record.tables if same else record.tables.to_layout(record.layout, layout))
+            try:
+                layout, tables = self._join(record.layout, record.tables, numbers)
+            except Exception as error:  # what the rows say holds: the other producers obey it already
+                broken = str(error).partition("\n")[0]
         split = HEAD + len(SENTINEL_SUM_COLUMNS)
         sentinels = SentinelSums(sums=rows[:, HEAD:split].sum(0), maxes=rows[:, split:].amax(0))
         return MergedStep(
@@ -97,18 +109,29 @@ class Reduction:
             sentinels=sentinels,
             tables=tables,
             layout=layout,
-            events=tuple(dict.fromkeys(event for text in texts for event in text.events)),
+            events=tuple(dict.fromkeys(event for rank in members for event in texts[rank].events)),
             reports=tuple(text.reports for text in texts),
+            passed=tuple(text.passed for text in texts),
             commands=texts[0].commands,
             unmatched=bool(numbers.any()) and tables is None,
+            broken=broken,
             leaving=tuple(rows[:, LEAVING].nonzero().flatten().tolist()),
         )
 
     def leave(self) -> None:
         """Tell the others, in place of a further step, that this rank takes part no more."""
-        if self.ranks.count > 1:
+        if self.ranks.job.count > 1:
             self._exchange(StepRecord(step=0, sentinels=SentinelSums.zeros()), Extras(), leaving=True)
             self.ranks.leave("the probe was closed")
+
+    def _join(self, layout: Layout, tables: SumTables, numbers: Tensor) -> tuple[Layout, SumTables]:
+        """The layout of the producer and its members' tables in one."""
+        whole = self._unite(layout, numbers)
+        return whole, self._reduce(tables if whole is layout else tables.to_layout(layout, whole))
+
+    def _members(self, rows: int) -> list[int]:
+        """Which of the gathered rows are of this rank's producer."""
+        return list(self.ranks.producer.members) if rows > 1 else [0]
 
     def _exchange(
         self, record: StepRecord, extras: Extras, *, leaving: bool = False, alert: bool = False
@@ -119,11 +142,11 @@ class Reduction:
         time = record.time() if record.time is not None else StepTime()
         head = torch.tensor([record.step, record.skipped, leaving, number, len(text), alert, *astuple(time)],
                             dtype=torch.float64)
-        rows = self.ranks.gather(torch.cat([head, record.sentinels.sums, record.sentinels.maxes]))
+        rows = self.ranks.job.gather(torch.cat([head, record.sentinels.sums, record.sentinels.maxes]))
         sizes = rows[:, EXTRAS].int().tolist()
         if not any(sizes):
             return rows, [Extras()] * len(sizes)
-        texts = self.ranks.gather_bytes(text, sizes)
+        texts = self.ranks.job.gather_bytes(text, sizes)
         return rows, [msgspec.msgpack.decode(one, type=Extras) if one else Extras() for one in texts]
 
     def _layout_number(self, layout: Layout | None) -> float:
@@ -133,16 +156,16 @@ class Reduction:
         return self._number
 
     def _unite(self, layout: Layout, numbers: Tensor) -> Layout:
-        """The layout with the series of every rank; `layout` itself where all ranks have the same."""
+        """The layout with the series of every member; `layout` itself where all have the same."""
         key = tuple(numbers.tolist())
         if len(set(key)) == 1:
             return layout
         if key not in self._united:
             data = encode_layout(layout)
-            sizes = self.ranks.gather(torch.tensor([len(data)]))[:, 0].tolist()
+            sizes = self.ranks.own.gather(torch.tensor([len(data)]))[:, 0].tolist()
             found = {
                 series.key: series
-                for one in reversed(self.ranks.gather_bytes(data, sizes))  # the lowest rank's entry wins
+                for one in reversed(self.ranks.own.gather_bytes(data, sizes))  # the lowest rank's entry wins
                 for series in decode_layout(one).series
             }
             self._united[key] = Layout(series=tuple(sorted(found.values(), key=lambda s: (s.depth, *s.key))))
@@ -150,15 +173,15 @@ class Reduction:
 
     def _reduce(self, tables: SumTables) -> SumTables:
         """New tables; the given ones stay as they are, for a rank that has to go on alone."""
-        if self.ranks.count == 1:
+        if self.ranks.own.count == 1:
             return tables
-        whole = self.ranks.sum(torch.cat([tables.counts.flatten(), tables.histogram.flatten()]))
+        whole = self.ranks.own.sum(torch.cat([tables.counts.flatten(), tables.histogram.flatten()]))
         cut = tables.counts.numel()
         bids = badness_with_rank(tables, self.ranks.rank)
-        maxes = self.ranks.max(torch.cat([tables.maxes, bids.unsqueeze(1)], dim=1))
+        maxes = self.ranks.own.max(torch.cat([tables.maxes, bids.unsqueeze(1)], dim=1))
         return SumTables(
             counts=whole[:cut].view_as(tables.counts),
-            sums=self.ranks.sum(tables.sums.clone()),
+            sums=self.ranks.own.sum(tables.sums.clone()),
             maxes=maxes[:, :-1],
             histogram=whole[cut:].view_as(tables.histogram),
             worst_rank=worst_rank(maxes[:, -1]),

@@ -17,26 +17,24 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
-from torch.compiler import is_dynamo_compiling
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8scope.arguments import bare, check_unattached, is_whole
 from fp8scope.attention import install_attention
-from fp8scope.compiled import Key, trace_begin
 from fp8scope.fidelity import Loss, measure_fidelity
 from fp8scope.hooks import install
-from fp8scope.inert import Inert, InertObserver, can_report
-from fp8scope.layers import find_layers, parameter_places
+from fp8scope.inert import InertObserver, can_report
+from fp8scope.part import Part, Rename
 from fp8scope.precision import set_precision
+from fp8scope.root import install_roots
 from fp8scope.rows import Rows
 from fp8scope.sentinels import Number, Sentinels
 from fp8scope.states import StateRecorder, measure_states
@@ -45,28 +43,11 @@ from fp8scope.sums import SentinelSums, StepRecord, StepWorker
 from fp8scope.twins import Twins
 from fp8scope.updates import Samples, Updates
 from fp8scope.watch import Watch
-from fp8scope_protocol.commands import Command, CommandReport
+from fp8scope_protocol.commands import Command, CommandReport, SetPrecision
 from fp8scope_protocol.errors import Fp8scopeError, Invalid
 from fp8scope_protocol.recipes import parse_recipes
 
 LOG = logging.getLogger("fp8scope")
-
-
-class RootHook(Inert):
-    """Calls `forward_begins` when a training forward of the whole model does; not in evaluation or
-    recomputation."""
-
-    def __init__(self, forward_begins: Callable[[], None], device: torch.device) -> None:
-        self.forward_begins = forward_begins
-        self.key = Key(self, device)
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if not (module.training and torch.is_grad_enabled()):
-            return
-        if is_dynamo_compiling():
-            trace_begin(self.key.tensor)
-        elif torch._C._current_graph_task_id() == -1 and not torch.compiler.is_compiling():
-            self.forward_begins()
 
 
 class Scope:
@@ -78,6 +59,7 @@ class Scope:
     def __init__(
         self, model: nn.Module, optimizers: tuple[Optimizer, ...], *, worker: StepWorker, every: int,
         detail_every: int = 1, formats: tuple[str, ...] = ("e4m3",), start_step: int = 0,
+        rename: Rename | None = None,
     ) -> None:
         check_unattached(model)
         self.every = every
@@ -86,7 +68,8 @@ class Scope:
         self.current = start_step
         """The step under way."""
         self._worker = worker
-        self._layers = find_layers(model)
+        self._part = Part(rename, worker.holders, first_depth=worker.first_depth)
+        self._layers = self._part.layers(model)
         self._model = model
         self._optimizers = tuple(map(bare, optimizers))
         self.explicit = False
@@ -100,12 +83,14 @@ class Scope:
         self._reports: list[CommandReport] = []
         self._ended = False
         """Whether any step has."""
+        self._passed: list[CommandReport] = []
+        """On commands that name no layer of this rank."""
         device = device_of(model)
+        self._places = self._part.places(model)
         with torch.inference_mode(False):  # else no later step could add to the sums
             self._watch = Watch(Rows(device), recipes=parse_recipes(formats),
                                 rank=worker.rank, world=worker.world)
-            self._sentinels = Sentinels(device, world=worker.world)
-        self._places = parameter_places(model)
+            self._sentinels = Sentinels(device, world=worker.job, copies=self._copies)
         self._samples = Samples(self._watch, self._places)
         self._updates = Updates(self._watch, self._samples, self._sentinels)
         self._twins = Twins(self._watch, self._samples)
@@ -149,7 +134,7 @@ class Scope:
         watch.expect(False)
         stepped, self._stepped = self._stepped, set()  # these forwards begin no step
         try:
-            measure_fidelity(self._model, self._layers, parameter_places(self._model), self._watch,
+            measure_fidelity(self._model, self._layers, self._part.places(self._model), self._watch,
                              loss, other)
         except Exception as error:
             self._watch.note("grad_fidelity", error)
@@ -203,9 +188,9 @@ class Scope:
                         "call scope.step() after each step")
         self._closed = True
         self.detach()
-        if self._reports:  # on what was applied at the last boundary
+        if self._reports or self._passed:  # on what was applied at the last boundary, on all ranks alike
             self._worker.submit(StepRecord(step=self.current, sentinels=SentinelSums.zeros(),
-                                           reports=tuple(self._reports)))
+                                           reports=tuple(self._reports), passed=tuple(self._passed)))
         self._forgotten.detach()
         self._worker.close()
 
@@ -220,9 +205,8 @@ class Scope:
     def _install(self) -> list[RemovableHandle]:
         handles = install(self._layers, self._watch)
         handles += install_attention(self._model, self._watch,
-                                     partial(self._sentinels.add, "attn_logit_bound"))
-        root = RootHook(self._on_forward, self._watch.rows.device)
-        handles.append(self._model.register_forward_pre_hook(root, prepend=True))
+                                     partial(self._sentinels.add, "attn_logit_bound"), self._part.rename)
+        handles += install_roots(self._model, self._watch, self._on_forward)
         for optimizer in self._optimizers:
             for register, hook in ((optimizer.register_step_pre_hook, self._before_optimizer),
                                    (optimizer.register_step_post_hook, self._after_optimizer)):
@@ -232,6 +216,11 @@ class Scope:
             if can_report(optimizer):
                 optimizer.observer = StateRecorder(self._watch, self._places)  # type: ignore[attr-defined]
         return handles
+
+    def _copies(self, parameter: Tensor) -> int:
+        """How many ranks hold a part of a parameter."""
+        place = self._places.get(id(parameter))
+        return self._worker.world if place is None else self._part.copies(place)
 
     def _begin(self) -> None:
         """The step under way: measured or not, in detail or not, the same on every rank."""
@@ -245,7 +234,7 @@ class Scope:
         with self._watch.guarded("optimizer"):
             if self._watch.sampling:  # FSDP may have replaced parameters since
                 self._places.clear()
-                self._places.update(parameter_places(self._model))
+                self._places.update(self._part.places(self._model))
                 self._updates.before(optimizer)
             if ready:
                 self._sentinels.read_gradients(optimizer, sampled=self._watch.sampling)
@@ -305,9 +294,10 @@ class Scope:
             tables, layout = self._watch.rows.collect() or (None, None)
         sentinels = self._sentinels.take()
         reports, self._reports = tuple(self._reports), []
+        passed, self._passed = tuple(self._passed), []
         return StepRecord(
             step=step, skipped=skipped, sentinels=sentinels, tables=tables, layout=layout,
-            events=self._watch.events(step), reports=reports,
+            events=self._watch.events(step), reports=reports, passed=passed,
         )
 
     def _note_unmeasured(self, step: int) -> None:
@@ -317,7 +307,7 @@ class Scope:
         self._told_missing = True
         ran, gradients = self._watch.ran, self._watch.gradients
         known = {id(layer.module) for layer in self._layers}
-        for layer in find_layers(self._model):
+        for layer in self._part.layers(self._model):
             if id(layer.module) not in known:
                 self._watch.unobserved(layer.name, "came into the model after the probe; attach it last")
         for layer in self._layers:
@@ -336,11 +326,20 @@ class Scope:
         self.every = result.every or self.every
         with self._watch.guarded("step"):
             for command in result.commands:
-                self._reports.append(self._apply(command))
+                names = self._names_here(command.action)
+                reports = self._reports if names else self._passed
+                reports.append(self._apply(command, names or command.action.modules))
 
-    def _apply(self, command: Command) -> CommandReport:
+    def _names_here(self, action: SetPrecision) -> tuple[str, ...]:
+        """Those of its layers that this rank has to answer for: all, unless ranks hold different ones."""
+        if not self._worker.partial:
+            return action.modules
+        known = {layer.name for layer in self._layers}
+        return tuple(name for name in action.modules if name in known)
+
+    def _apply(self, command: Command, names: tuple[str, ...]) -> CommandReport:
         try:
-            precision = set_precision(self._layers, command.action)
+            precision = set_precision(self._layers, replace(command.action, modules=names))
         except Fp8scopeError as error:
             return CommandReport(id=command.id, state="rejected", step=self.current, reason=str(error))
         return CommandReport(id=command.id, state="applied", step=self.current, precision=precision)

@@ -21,6 +21,7 @@ keeps one, else in sampled steps from a sample of its states (see `updates`).
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,9 +47,13 @@ Alike = dict[int, list[Tensor]]
 class Sentinels:
     """The sentinels of the step under way."""
 
-    def __init__(self, device: torch.device, *, world: int) -> None:
+    def __init__(
+        self, device: torch.device, *, world: int, copies: Callable[[Tensor], int] | None = None
+    ) -> None:
+        """`world` ranks share sentinels; `copies` of them hold a part of a parameter, all unless told."""
         self.device = device
         self.world = world
+        self.copies = copies or (lambda parameter: world)
         self._found: defaultdict[str, list[Tensor]] = defaultdict(list)
         """Column -> what the device knows: float64 [] each."""
         self._known: dict[str, float] = {}
@@ -158,8 +163,8 @@ class Sentinels:
             self.add("nonfinite", (losses - losses).ne_(0).sum())
             self._known["loss_count"] = float(len(self._losses))
         if self._norm is not None:
-            self._found["grad_square"] = [self._norm.square() / self.world]
-            self._known["grad_count"] = 1.0
+            self._found["norm_square"] = [self._norm.square()]
+            self._known["norm_count"] = 1.0
             if not self._gradients_read:
                 self.add("nonfinite", (self._norm - self._norm).ne_(0) / self.world)
 
@@ -178,7 +183,7 @@ class Sentinels:
             alike = {}
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    alike.setdefault(replicas(parameter, self.world), []).append(parameter)
+                    alike.setdefault(replicas(parameter, self.copies(parameter)), []).append(parameter)
             self._alike[id(optimizer)] = (count, alike)
         found: Alike = {}
         for copies, parameters in alike.items():

@@ -84,6 +84,8 @@ SENTINEL_SUM_COLUMNS = (
     "loss_count",  # mean over ranks and micro-batches
     "grad_square",  # replicated gradients enter with 1 / replicas
     "grad_count",  # optimizer steps whose gradients were measured, over ranks
+    "norm_square",  # of norms of the whole job that were logged
+    "norm_count",  # ranks that logged one
     "nonfinite",
     "v_zero",
     "v_total",
@@ -176,7 +178,7 @@ class SumTables:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentinelSums:
-    """Per-step numbers of the whole job before reduction: sums [9] add up, maxes [6] take the maximum."""
+    """Per-step numbers of the whole job before reduction: sums [11] add up, maxes [6] take the maximum."""
 
     sums: Tensor
     maxes: Tensor
@@ -210,6 +212,8 @@ class StepRecord:
     events: tuple[ProbeEvent, ...] = ()
     reports: tuple[CommandReport, ...] = ()
     """What became of commands in this rank at the boundary before this step; steps_by_rank is empty."""
+    passed: tuple[CommandReport, ...] = ()
+    """Commands at that boundary that name no layer of this rank: rejected, if no rank has one."""
     wait: Callable[[], None] | None = None
     time: Callable[[], StepTime] | None = None
     """How long the step took; to be called after `ready`."""
@@ -241,6 +245,21 @@ class StepWorker(Protocol):
     @property
     def world(self) -> int:
         """How many ranks reduce together; 1 when the probe works rank-locally."""
+
+    @property
+    def job(self) -> int:
+        """How many ranks share sentinels: all of the job, of whatever producer; 1 when rank-local."""
+
+    @property
+    def partial(self) -> bool:
+        """Whether other ranks hold layers that this one has not: pipeline stages, expert groups."""
+
+    @property
+    def first_depth(self) -> int:
+        """How many modules of the whole model lie before those of this rank."""
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """Places, among the ranks that reduce together, of those that hold this layer or parameter."""
 
     def submit(self, record: StepRecord) -> None:
         """Takes over `record`. Never blocks, never raises."""

@@ -22,13 +22,18 @@ class MemoryWorker:
 
     def __init__(self, *, rank: int = 0, world: int = 1) -> None:
         self.rank = rank
-        self.world = world
+        self.world = self.job = world
+        self.partial = False
+        self.first_depth = 0
         self.records: list[StepRecord] = []
         self.commands: dict[int, tuple[Command, ...]] = {}
         """Step -> commands that its result carries, as if they had been merged with it."""
         self.cadences: dict[int, int] = {}
         """Step -> cadence that its result carries."""
         self.closed = False
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        return tuple(range(self.world))
 
     def submit(self, record: StepRecord) -> None:
         record.ready()

@@ -89,6 +89,8 @@ class Watch:
         """Whether a layer's forward has nothing to tell: neither of the two."""
         self.begin_step: Callable[[], None] = lambda: None
         """What is due; the scope's."""
+        self.rehearsing = False
+        """True from a forward on that is no part of the step; see root.py."""
         self.detailed = False
         """True while it is measured in detail: also what costs as much again as the rest together, which are
         columnwise tiles, histograms, optimizer states, outlying channels and errors of products."""
@@ -131,7 +133,7 @@ class Watch:
         and what checkpointing computes again. Under reentrant checkpointing the first pass runs without
         gradients, so there the recomputation counts.
         """
-        if not (module.training and torch.is_grad_enabled()):
+        if not (module.training and torch.is_grad_enabled()) or self.rehearsing:
             return False
         if torch._C._functorch.peek_interpreter_stack() is not None:  # such tensors have no values yet
             return False

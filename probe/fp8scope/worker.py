@@ -2,8 +2,8 @@
 
     training thread   submit(record) ................ result(step), two boundaries later
     reduce thread     wait for the copy, merge over ranks, publish the result
-    spool thread      derive metrics, encode, append to the spool          on rank 0 (outbox.py)
-    send thread       spool -> collector, collector -> commands            on rank 0 (sender.py)
+    spool thread      derive metrics, encode, append to the spool          on each producer's first rank
+    send thread       spool -> collector, collector -> commands            there; commands on rank 0
 
 The training thread waits nowhere but in `result`, and there only for this rank's own copy of a merge that
 began two steps ago; those waits are counted and timed. Nothing raises into it. Losses are counted by
@@ -56,7 +56,7 @@ class Worker:
     ) -> None:
         remote = hello.remote_control and not ranks.apart
         self.hello = msgspec.structs.replace(
-            hello, attempt=ranks.attempt, producer=ranks.producer, world_size=ranks.world_size,
+            hello, attempt=ranks.attempt, producer=ranks.producer.name, world_size=ranks.world_size,
             remote_control=remote,
         )
         self.lost: Counter[str] = Counter()
@@ -77,8 +77,10 @@ class Worker:
         self._reduction = Reduction(ranks)
         self._cadence = cadence or Cadence(hello.every)
         self._grad_norms: deque[float] = deque(maxlen=GRAD_NORM_WINDOW)
-        self._answers = Answers()
-        self._inbox = Inbox() if remote and ranks.leads else None
+        self._answers = Answers(ranks.producer.members, first=ranks.speaks)
+        self._inbox = Inbox() if remote and ranks.speaks else None
+        self._speaks = ranks.speaks
+        """Whether the sentinels of the step under way are told here; a rank that is alone tells its own."""
         self._spool: Spool | None = None
         self._sender: Sender | None = None
         self._outbox: Outbox | None = None
@@ -94,12 +96,31 @@ class Worker:
     @property
     def rank(self) -> int:
         """This rank's place among the ranks that reduce together."""
-        return self._ranks.index
+        return self._ranks.own.index
 
     @property
     def world(self) -> int:
         """How many ranks reduce together; 1 when the probe works rank-locally."""
-        return self._ranks.count
+        return self._ranks.own.count
+
+    @property
+    def job(self) -> int:
+        """How many ranks share sentinels; 1 when the probe works rank-locally."""
+        return self._ranks.job.count
+
+    @property
+    def partial(self) -> bool:
+        """Whether other ranks hold layers that this one has not."""
+        return self._ranks.producers > 1 or bool(self._ranks.producer.held)
+
+    @property
+    def first_depth(self) -> int:
+        """How many modules lie before those of this rank."""
+        return self._ranks.first_depth
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """Places, among the ranks that reduce together, of those that hold this layer or parameter."""
+        return self._ranks.producer.holders(name)
 
     def submit(self, record: StepRecord) -> None:
         """Take over `record`. Never blocks, never raises."""
@@ -203,19 +224,25 @@ class Worker:
         try:
             merged = self._reduction.merge(record, commands, alert=self._alert())
         except Exception as error:
-            if self._ranks.count == 1:
+            if self._ranks.job.count == 1:
                 raise
             self._part(str(error).partition("\n")[0], record.step)
             merged = self._reduction.merge(self._prepare(record), alert=self._alert())
             refusals += _refused(commands, record.step, self._ranks.apart)
+            self._speaks = True
         if merged.leaving:
             gone = ", ".join(map(str, merged.leaving[:8]))
             self._part(f"the probe of rank {gone} was closed", record.step)
+        elif merged.broken:
+            self._part(merged.broken, record.step)
         if merged.unmatched:
             self.lost["unmatched"] += 1
         merged, sentinels, every = self._judge(merged)
-        if self._outbox is not None:
-            self._outbox.put(merged, sentinels, self._answers.add(merged.reports) + refusals)
+        reports = self._answers.add(merged.reports, merged.passed) + refusals
+        news = merged.events or merged.tables is not None or reports
+        if self._outbox is not None and (self._speaks or news):
+            self._outbox.put(merged, sentinels if self._speaks else {}, reports)
+        self._speaks = self._ranks.speaks
         return StepResult(step=record.step, commands=merged.commands, every=every)
 
     def _judge(self, merged: MergedStep) -> tuple[MergedStep, dict[str, float], int | None]:
@@ -226,8 +253,10 @@ class Worker:
             sentinels["overhead_ratio"] = self._cadence.overhead
         if change is None:
             return merged, sentinels, None
-        event = ProbeEvent(kind="cadence", step=merged.step + DELAY, text=change.why)
-        return replace(merged, events=(*merged.events, event)), sentinels, change.every
+        if self._speaks:
+            event = ProbeEvent(kind="cadence", step=merged.step + DELAY, text=change.why)
+            merged = replace(merged, events=(*merged.events, event))
+        return merged, sentinels, change.every
 
     def _alert(self) -> bool:
         """Whether the collector said, with its newest answer, that a rule holds layers of the run."""

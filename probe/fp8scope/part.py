@@ -1,0 +1,79 @@
+"""This rank's part of the job's model: its names in the whole, and who measures what several hold alike."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import nn
+
+from fp8scope.layers import Layer, ParameterPlace, find_layers, find_unobserved, parameter_places
+from fp8scope.precision import precision_map
+from fp8scope.producer import Holding
+from fp8scope_protocol.errors import Invalid
+from fp8scope_protocol.series import NAME_LIMIT
+from fp8scope_protocol.wire import Unobserved
+
+Rename = Callable[[str], str]
+Holders = Callable[[str], tuple[int, ...]]
+
+
+def alone(name: str) -> tuple[int, ...]:
+    """The holders of anything, in a single process."""
+    return (0,)
+
+
+class Part:
+    """`rename` maps a name in this model to the one in the whole; `holders` tells which ranks hold it."""
+
+    def __init__(
+        self, rename: Rename | None = None, holders: Holders = alone, *, first_depth: int = 0
+    ) -> None:
+        self.rename = rename or str
+        self._holders = holders
+        self._first_depth = first_depth
+
+    def layers(self, model: nn.Module) -> tuple[Layer, ...]:
+        """`find_layers`, by their names in the whole model."""
+        return tuple(
+            replace(layer, name=self.rename(layer.name), aliases=tuple(map(self.rename, layer.aliases)),
+                    weights=tuple(one._replace(name=self.rename(one.name),
+                                               aliases=tuple(map(self.rename, one.aliases)))
+                                  for one in layer.weights),
+                    dealt=self._deal(self.rename(layer.weights[0].name), layer.index),
+                    depth=self._first_depth + layer.depth)
+            for layer in find_layers(model))
+
+    def places(self, model: nn.Module) -> dict[int, ParameterPlace]:
+        """`parameter_places`, likewise."""
+        return {
+            id_: replace(place, name=(name := self.rename(place.name)),
+                         aliases=tuple(map(self.rename, place.aliases)),
+                         module=self.rename(place.module) if place.module else "",
+                         index=self._deal(name, place.index), depth=self._first_depth + place.depth)
+            for id_, place in parameter_places(model).items()}
+
+    def holding(self, model: nn.Module) -> Holding:
+        """What `model` holds; `Invalid` if `rename` gives two layers one name, or none that can be used."""
+        layers = self.layers(model)
+        for name, times in Counter(layer.name for layer in layers).items():
+            if times > 1:
+                raise Invalid("rename", name, f"must give each layer its own name; {times} have this one")
+            if not isinstance(name, str) or not 0 < len(name) <= NAME_LIMIT or not name.isprintable():
+                raise Invalid("rename", name, f"must return 1 to {NAME_LIMIT} printable characters")
+        parameters = (place.name for place in self.places(model).values())
+        return Holding(
+            names=tuple(sorted({layer.name for layer in layers} | set(parameters))),
+            depth=sum(1 for _ in model.modules()),
+            precision=precision_map(layers),
+            unobserved=tuple(Unobserved(name=self.rename(one.name), reason=one.reason)
+                             for one in find_unobserved(model)),
+        )
+
+    def copies(self, place: ParameterPlace) -> int:
+        """How many ranks hold a part of a parameter."""
+        return len(self._holders(place.name))
+
+    def _deal(self, name: str, index: int) -> int:
+        """Of those that hold it, the rank that measures what they hold alike."""
+        holders = self._holders(name)
+        return holders[index % len(holders)]
