@@ -360,5 +360,5 @@ def _close_at_exit(reference: "weakref.ref[Scope]") -> None:
 def _close_forgotten(worker: StepWorker) -> None:
     """Of a scope that was collected with its model, as when a notebook's cell runs again. Other ranks would
     take it for one that has left."""
-    if worker.world == 1:
+    if worker.job == 1:
         threading.Thread(target=worker.close, name="fp8scope-close", daemon=True).start()
