@@ -7,6 +7,7 @@ On a GPU, for each part: its time on the device, with the host far enough ahead 
 the host's time; and the memory that it takes at most beyond what was there. Elsewhere host time alone.
 
     gradients    the norm of all gradients: sampled steps and, between them, one in four
+    torch norm   the same by torch._foreach_norm, for comparison; the probe does without
     twins        every step: exact moments of the sample move on
     before       sampled steps: the sample of weights is kept
     after        sampled steps: the step is read from moments and weights
@@ -27,6 +28,7 @@ from torch import nn
 from fp8scope.layers import parameter_places
 from fp8scope.rows import Rows
 from fp8scope.sentinels import Sentinels
+from fp8scope.squares import squares
 from fp8scope.twins import Twins
 from fp8scope.updates import Samples, Updates
 from fp8scope.watch import Watch
@@ -60,7 +62,9 @@ class Parts:
         twins = "detailed" if detailed else "twins"
         if sampling:
             timed("before", lambda: self.updates.before(self.optimizer))
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             timed("gradients", lambda: self.sentinels.read_gradients(self.optimizer, sampled=True))
+            timed("torch norm", lambda: squares(gradients))
         timed(twins, lambda: self.twins.before(self.optimizer, ready=True))
         timed("optimizer", self.optimizer.step)
         self.sentinels.after_step(self.optimizer)

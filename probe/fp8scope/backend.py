@@ -18,6 +18,7 @@ from fp8scope.change import Change
 from fp8scope.change import change as reference_change
 from fp8scope.quantize import Quantized
 from fp8scope.sample import Sample
+from fp8scope.squares import squares as reference_squares
 from fp8scope.stored import State
 from fp8scope.sums import RowSums
 from fp8scope_protocol.formats import Format
@@ -91,6 +92,16 @@ def change(sample: Sample, form: AdamForm, states: Sequence[State], before: Tens
         if (tensors := change_kernel.in_place(sample, states)) is not None:
             return change_kernel.change(sample, form, states, before, tensors=tensors)
     return reference_change(sample, form, states, before)
+
+
+def squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of squares of each tensor, of one device and type; see `squares.squares`."""
+    if tensors[0].is_cuda and _has_triton(tensors[0].device):
+        from fp8scope import squares_kernel
+
+        if squares_kernel.is_readable(tensors):
+            return squares_kernel.squares(tensors)
+    return reference_squares(tensors)
 
 
 def runs_kernels(x: Tensor, element: Format) -> bool:

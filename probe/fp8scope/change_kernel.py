@@ -96,7 +96,8 @@ def in_place(sample: Sample, states: Sequence[State]) -> list[list[Tensor]] | No
     found = [[local(moment(state, key)) for state in states] for key in MOMENTS]
     found.append([local(part.parameter) for part in sample.parts])
     moments = {x.dtype for some in found[:2] for x in some}
-    fits = all(x.is_contiguous() and x.device == sample.device for some in found for x in some)
+    fits = all(type(x) is Tensor and x.is_contiguous() and x.device == sample.device
+               for some in found for x in some)
     return found if fits and len(moments) == 1 and moments | {sample.dtype} <= TYPES.keys() else None
 
 

@@ -13,7 +13,7 @@ tells without another pass; off cadence under a logged norm all gradients togeth
 
 What it costs. Numbers that the host knows stay on the host, and what the device knows is kept as it comes,
 one 0-dim tensor each, and put together when the step closes: some twenty launches a step beside the norm
-itself, which is one for all gradients, however many there are.
+itself, which is one for all gradients, however many there are (`squares_kernel`).
 
 Numbers about the update come, in every step, from the optimizer's own account (`optimizer.step_stats`) if it
 keeps one, else in sampled steps from a sample of its states (see `updates`).
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fp8scope.backend import squares
 from fp8scope.rows import to_host
 from fp8scope.sharding import local, replicas
 from fp8scope.sums import SENTINEL_MAX_COLUMNS, SENTINEL_SUM_COLUMNS, SentinelSums
@@ -108,9 +109,9 @@ class Sentinels:
         scale = getattr(optimizer, "grad_scale", None)  # set where the optimizer unscales by itself
         for copies, gradients in self._gradients(optimizer, sampled).items():
             self._gradients_read = True
-            norms = self._norms(gradients)
-            self.add("nonfinite", (norms - norms).ne_(0).sum() / copies)
-            square = norms.square().sum() / copies
+            found = self._squares(gradients)
+            self.add("nonfinite", (found - found).ne_(0).sum() / copies)
+            square = found.sum() / copies
             self.add("grad_square", square if scale is None else square / self._number(scale).square())
             self._known["grad_count"] = 1.0
 
@@ -192,13 +193,13 @@ class Sentinels:
                 found[copies] = some
         return found
 
-    def _norms(self, gradients: list[Tensor]) -> Tensor:
-        """The norm of each, float64 [N], on the device of the sums."""
+    def _squares(self, gradients: list[Tensor]) -> Tensor:
+        """Sum of squares of each, float64 [N], on the device of the sums."""
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in gradients:
             kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        norms = [torch.stack(torch._foreach_norm(some, 2.0, dtype=torch.float64)) for some in kinds.values()]
-        moved = [norm.to(self.device, non_blocking=self.device.type == "cuda") for norm in norms]
+        found = [squares(some) for some in kinds.values()]
+        moved = [one.to(self.device, non_blocking=self.device.type == "cuda") for one in found]
         return moved[0] if len(moved) == 1 else torch.cat(moved)
 
     def _know_lr(self, lr: Number) -> None:
