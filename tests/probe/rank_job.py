@@ -6,6 +6,7 @@
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,8 @@ def train(
     for step in range(job["steps"]):
         if step == job.get("stall", {}).get(rank):
             time.sleep(2.0)
+        if step == job.get("behind", {}).get(rank):
+            wait_for_end(Path(f"{job['out']}.0"))
         if step == job.get("close", {}).get(rank) and worker is not None:
             worker.close()
         if step == job.get("die", {}).get(rank):
@@ -101,6 +104,16 @@ def train(
     return applied, cadences
 
 
+def wait_for_end(seen: Path) -> None:
+    """Until the process that wrote `seen` as its last deed is gone."""
+    while not seen.exists() or not seen.read_text():
+        time.sleep(0.01)
+    with suppress(ProcessLookupError):
+        while True:
+            os.kill(json.loads(seen.read_text())["pid"], 0)
+            time.sleep(0.01)
+
+
 def main(rank: int, job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{job['port']}", rank=rank,
@@ -115,9 +128,9 @@ def main(rank: int, job: dict[str, Any]) -> None:
                         settings=settings, token=None, cadence=Cadence(1, budget=job.get("budget")))
     applied, cadences = train(worker, rank, job)
     ours = torch.ones(1)
-    if not job.get("die"):
+    if not job.get("die") and not job.get("behind"):
         dist.all_reduce(ours)  # the job's own group still works
-    seen: dict[str, Any] = {"applied": applied, "cadences": cadences, "sum": float(ours)}
+    seen: dict[str, Any] = {"pid": os.getpid(), "applied": applied, "cadences": cadences, "sum": float(ours)}
     if worker is not None and ranks is not None:
         seen |= {"world": worker.world, "apart": ranks.apart, "attempt": ranks.attempt}
         worker.close()

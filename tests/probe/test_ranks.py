@@ -218,6 +218,12 @@ def test_ranks_with_different_series_are_united(launch: Launch, tmp_path: Path) 
     assert len({batch.header.layout for batch in batches}) == 1
 
 
+def test_a_rank_ends_while_another_one_is_far_behind(launch: Launch) -> None:
+    """Rank 0 has sent its last step and closes; rank 1 comes to that step only when rank 0's process is gone,
+    as seen from outside, whatever its threads still waited for. Both end well."""
+    assert None not in launch(steps=4, behind={1: 3})
+
+
 @pytest.mark.parametrize("how", ["close", "die"])
 def test_a_rank_that_goes_early_leaves_the_other_one_running(
     launch: Launch, tmp_path: Path, how: str
