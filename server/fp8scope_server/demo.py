@@ -26,6 +26,8 @@ from fp8scope_server.story import read_story
 from fp8scope_server.up import Services, raise_on_terminate, services, wait_for_interrupt
 
 DEFAULT_STEPS = 110
+CONTROL_EVERY = 5
+"""Nobody waits for the control's measurements: its loss, which every step has, is what it is for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,11 +45,12 @@ class DemoPlan:
         if self.steps < self.fault_step + 60:
             raise Invalid("steps", self.steps, f"must be at least fault_step + 60 = {self.fault_step + 60}")
 
-    def train_arguments(self, run: str, collector: str) -> list[str]:
-        """The command line of `fp8scope train`."""
+    def train_arguments(self, run: str, collector: str, *, every: int) -> list[str]:
+        """The command line of `fp8scope train`, measured in detail every `every` steps."""
         return ["train", "--run", run, "--preset", "demo", "--steps", str(self.steps),
-                "--ranks", str(self.ranks), "--seed", str(self.seed), "--every", "1", "--detail-every", "1",
-                "--budget", "none", "--collector", collector, "--remote-control",
+                "--ranks", str(self.ranks), "--seed", str(self.seed),
+                "--every", str(every), "--detail-every", "1", "--budget", "none",
+                "--collector", collector, "--remote-control",
                 "--drill", "frozen-amax", "--fault-step", str(self.fault_step), "--json"]
 
 
@@ -78,9 +81,10 @@ def rescue_rule() -> Rule:
 def train(found: Services, plan: DemoPlan, name: str, *, rule: Rule | None, progress: Progress) -> str:
     """Train to the end with a progress bar; returns the run's id at the collector."""
     log = data_home() / "logs" / f"{name}.log"
+    every = 1 if rule is not None else CONTROL_EVERY
     bar = progress.add_task(name, total=plan.steps)
     with found.client() as client, Child(name, "fp8scope.cli", log=log,
-                                         arguments=plan.train_arguments(name, found.collector),
+                                         arguments=plan.train_arguments(name, found.collector, every=every),
                                          environment={"OMP_NUM_THREADS": "1"}) as child:
         reader = Reader(client, found.children)
         known = {one.id for one in reader.get("/runs", list[RunDocument])}

@@ -3,11 +3,12 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -117,8 +118,17 @@ def counted(backend: str = "aot_eager") -> CompileCounterWithBackend:
     return CompileCounterWithBackend(backend)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("block", [Block, Checkpointed, Nested, Shared])
+@pytest.fixture(autouse=True, scope="module")
+def _one_compiler() -> Iterator[None]:
+    """Inductor's pool of compilers costs more to start than a few kernels do."""
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
+
+
+@pytest.mark.parametrize(("block", "backend"), [
+    *((block, "aot_eager") for block in (Block, Checkpointed, Nested, Shared)),
+    *((block, "inductor") for block in (Block, Checkpointed, Shared)),  # what is nested is Dynamo's affair
+])
 def test_p6_a_compiled_model_has_the_numbers_of_the_plain_one(block: type[Block], backend: str) -> None:
     """P6: in one graph for training and one for evaluation, steps closing where they did.
 
