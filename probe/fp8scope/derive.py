@@ -76,6 +76,8 @@ def derive_sentinels(reduced: SentinelSums, grad_norms: deque[float]) -> dict[st
     sums = dict(zip(SENTINEL_SUM_COLUMNS, reduced.sums.tolist(), strict=True))
     maxes = dict(zip(SENTINEL_MAX_COLUMNS, reduced.maxes.tolist(), strict=True))
     found = {key: value for key, value in maxes.items() if value > -math.inf and key != "skipped"}
+    if (entropy := found.pop("neg_router_entropy", None)) is not None:
+        found["router_entropy"] = -entropy if entropy < math.inf else math.nan
     if sums["loss_count"] or sums["grad_count"] or sums["norm_count"] or sums["nonfinite"]:
         found["nonfinite_count"] = sums["nonfinite"]
     if sums["loss_count"]:

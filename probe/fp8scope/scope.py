@@ -35,6 +35,7 @@ from fp8scope.inert import InertObserver, can_report
 from fp8scope.part import Part, Rename
 from fp8scope.precision import set_precision
 from fp8scope.root import install_roots
+from fp8scope.routers import install_routers
 from fp8scope.rows import Rows
 from fp8scope.sentinels import Number, Sentinels
 from fp8scope.states import StateRecorder, measure_states
@@ -206,6 +207,7 @@ class Scope:
         handles = install(self._layers, self._watch)
         handles += install_attention(self._model, self._watch,
                                      partial(self._sentinels.add, "attn_logit_bound"), self._part.rename)
+        handles += install_routers(self._model, self._watch, self._sentinels.add, self._part.rename)
         handles += install_roots(self._model, self._watch, self._on_forward)
         for optimizer in self._optimizers:
             for register, hook in ((optimizer.register_step_pre_hook, self._before_optimizer),

@@ -98,6 +98,8 @@ SENTINEL_MAX_COLUMNS = (
     "loss_scale",
     "lr",
     "attn_logit_bound",
+    "neg_router_entropy",
+    "router_logit_max",
     "skipped",  # 1 where an optimizer skipped the step by itself: a mark of the step, not a sentinel
 )
 
@@ -178,7 +180,7 @@ class SumTables:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentinelSums:
-    """Per-step numbers of the whole job before reduction: sums [11] add up, maxes [6] take the maximum."""
+    """Per-step numbers of the whole job before reduction: sums [11] add up, maxes [8] take the maximum."""
 
     sums: Tensor
     maxes: Tensor

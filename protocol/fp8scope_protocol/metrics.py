@@ -161,6 +161,11 @@ _SENTINELS = (
            definition="||lr u|| / ||w|| over all parameters"),
     Metric(key="attn_logit_bound", unit="value", group="sentinel", merge="max",
            definition="max ||q|| max ||k|| / sqrt(d) over heads and tokens of a forward, the worst layer"),
+    Metric(key="router_entropy", unit="ratio", group="sentinel", merge="min", worse="low",
+           definition="entropy of the softmax over a router's experts / log(experts), mean over the tokens "
+                      "of a forward, the lowest router"),
+    Metric(key="router_logit_max", unit="value", group="sentinel", merge="max",
+           definition="largest |logit| of a router, the worst one"),
     Metric(key="scale_staleness_bits", unit="log2", group="sentinel", merge="max",
            definition="the worst scale staleness of any delayed-scaling layer"),
     Metric(key="nonfinite_count", unit="tensors", kind="count", group="sentinel", merge="sum",
