@@ -1,6 +1,8 @@
-"""What the probe keeps and takes for optimizers, in bytes of tensors, counted on the CPU."""
+"""What the probe keeps, takes and launches for optimizers: bytes of tensors and operations, counted on the
+CPU."""
 
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -18,18 +20,23 @@ from fp8scope.updates import Samples, Updates
 from fp8scope.watch import Watch
 
 KIB = 1024
+VIEWS = {"aten.detach.default", "aten.view.default", "aten.select.int", "aten.slice.Tensor",
+         "aten.as_strided.default", "aten.lift_fresh.default", "aten.unbind.int", "aten.expand.default"}
 
 
 class Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts storages that operations under it made and that are still there."""
+    """Counts storages that operations under it made and that are still there, and names the operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live: dict[int, int] = {}
         self.most = 0
+        self.launched: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if str(func) not in (*VIEWS, "aten._local_scalar_dense.default"):
+            self.launched.append(str(func))
         from_data = func is torch.ops.aten.lift_fresh.default  # `torch.tensor`: its storage is new
         given = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not from_data}
         for x in tree_leaves(out):
@@ -82,7 +89,8 @@ class Job:
                 self.updates.after(self.optimizer)
             self.twins.after(self.optimizer)
             self.sentinels.take()
-            self.watch.rows.collect()
+            if sampling:
+                self.watch.rows.collect()
         return self.bytes.most - before, self.bytes.now
 
 
@@ -141,3 +149,20 @@ def test_a_light_step_takes_no_copies_on_a_gpu(dtype: torch.dtype, most: int) ->
     job.step(sampling=True, detailed=False)
     torch.cuda.synchronize()
     assert (torch.cuda.max_memory_allocated() - before) / 36 <= most
+
+
+@pytest.mark.parametrize("kind", ["off cadence", "light"])
+def test_launches_do_not_grow_with_the_number_of_parameters(kind: str) -> None:
+    """What a step launches for three matrices it launches for thirty; views, and steps that the host counts,
+    are no launches."""
+    counts = []
+    for matrices in (3, 30):
+        job = Job(matrices, 32, torch.bfloat16)
+        for sampling, detailed in (*KINDS.values(), *KINDS.values()):
+            job.step(sampling=sampling, detailed=detailed)
+        job.bytes.launched.clear()
+        sampling, detailed = KINDS[kind]
+        job.step(sampling=sampling, detailed=detailed)
+        counts.append(Counter(job.bytes.launched))
+    assert counts[0] == counts[1]
+    assert counts[0].total() <= {"off cadence": 16, "light": 100}[kind]
