@@ -1,8 +1,11 @@
 """What `attach` and its callbacks are given, checked: the wrong is refused before a model is touched."""
 
+import logging
+import os
 from collections.abc import Iterable
 from numbers import Integral, Real
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -10,6 +13,8 @@ from fp8scope.inert import Inert
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.recipes import parse_recipe
 from fp8scope_protocol.wire import check_run
+
+LOG = logging.getLogger("fp8scope")
 
 LARGEST = 2**53
 """Of steps and of counts of steps: what JSON and the collector keep exactly."""
@@ -83,3 +88,11 @@ def check_unattached(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if any(isinstance(hook, Inert) for hook in module._forward_pre_hooks.values()):
             raise Invalid("model", name or type(model).__name__, "has a probe already; close its scope first")
+
+
+def warn_of_lonely_ranks() -> None:
+    """Says that a launched job has no process group yet: each rank would be measured as a run of its own."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if size.isdecimal() and int(size) > 1 and not (dist.is_available() and dist.is_initialized()):
+        LOG.warning("fp8scope: WORLD_SIZE is %s, but there is no process group: each rank is measured alone; "
+                    "call torch.distributed.init_process_group before attach", size)

@@ -22,6 +22,7 @@ from fp8scope.arguments import (
     check_switch,
     check_unattached,
     format_names,
+    warn_of_lonely_ranks,
 )
 from fp8scope.cadence import Cadence
 from fp8scope.part import Part
@@ -79,6 +80,7 @@ def attach(
         raise Invalid("rename", rename, "must be a function from a name to a name, or None")
     every, detail_every = int(every), int(detail_every)
     check_unattached(model)
+    warn_of_lonely_ranks()
     settings = read_settings(collector=collector, spool=spool)
     first = _first_step(given) if start_step is None else int(start_step)
     holding = Part(rename).holding(model)

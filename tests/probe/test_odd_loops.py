@@ -315,3 +315,78 @@ def test_an_optimizer_without_hooks_is_refused() -> None:
     with pytest.raises(Invalid, match=r"'Own': must call torch\.optim\.Optimizer\.__init__"):
         fp8scope.attach(model, Own(), run="r", collector=OFFLINE)
     assert not model[0]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("size", ["2", "1", "many"])
+def test_a_probe_before_the_process_group_is_told(
+    size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a launched job each rank would become a run of its own: a line says what to call first."""
+    monkeypatch.setenv("WORLD_SIZE", size)
+    fp8scope.attach(network(), run="r", collector=OFFLINE, spool=tmp_path).close()
+    assert ("call torch.distributed.init_process_group before attach" in caplog.text) == (size == "2")
+
+
+class Sampler(nn.Module):
+    """Hands out one output after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        for _ in range(3):
+            x = self.again(x)
+            yield self.head(x)
+
+
+def test_a_model_that_is_a_generator() -> None:
+    """Its layers run after its forward has returned, and belong to the step they run in."""
+    model, worker = Sampler(), MemoryWorker()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Scope(model, (optimizer,), worker=worker, every=1):
+        for _ in range(3):
+            backward(torch.cat(list(model(torch.randn(3, 8)))).sum())
+            optimizer.step()
+    assert [record.step for record in worker.records] == [0, 1, 2]
+    for step in range(3):
+        assert {row["calls"] for key, row in worker.metrics(step).items() if key[1] != "weight"} == {3}
+
+
+def test_two_parts_with_an_optimizer_each() -> None:
+    """A generator and a critic that are called by themselves: one step for both."""
+    model, worker = nn.ModuleDict({"make": nn.Linear(4, 8), "judge": nn.Linear(8, 1)}), MemoryWorker()
+    make, judge = (torch.optim.Adam(part.parameters()) for part in model.values())
+    with Scope(model, (make, judge), worker=worker, every=1):
+        for _ in range(4):
+            made = model["make"](torch.randn(3, 4))
+            backward((model["judge"](torch.randn(3, 8)) - model["judge"](made.detach())).sum())
+            judge.step()
+            backward(model["judge"](model["make"](torch.randn(3, 4))).sum())
+            make.step()
+    assert [record.step for record in worker.records] == [0, 1, 2, 3]
+    for step in range(4):
+        calls = {key[0]: row["calls"] for key, row in worker.metrics(step).items() if key[1] == "activation"}
+        assert calls == {"make": 2, "judge": 3}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_optimizers_inside_backward(whole: bool) -> None:
+    """One for each parameter, stepping once its gradient is there: a step is a forward and its backward."""
+    model, worker = network(), MemoryWorker()
+    optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+    with Scope(model, tuple(optimizers.values()), worker=worker, every=1):
+        for seed in range(3):
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))
+            backward((model(x) if whole else model[2](model[1](model[0](x)))).sum())
+    assert [record.step for record in worker.records] == [0, 1, 2]
+    for number in range(3):
+        assert {row["calls"] for row in worker.metrics(number).values()} == {1}
+        assert worker.sentinels(number)["grad_norm"] > 0
