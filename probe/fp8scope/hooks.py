@@ -18,7 +18,7 @@ outputs inside a dict.
 
 import threading
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +44,19 @@ CHANNEL_OUTLIER, GEMM_ERROR = MAX_COLUMNS.index("channel_outlier"), MAX_COLUMNS.
 WGRAD_ROW_ERROR = MAX_COLUMNS.index("wgrad_row_error")
 
 
-def install(layers: tuple[Layer, ...], watch: Watch) -> list[RemovableHandle]:
+class Removable(Protocol):
+    """What can be undone."""
+
+    def remove(self) -> None:
+        """Undoes it."""
+
+
+def install(layers: tuple[Layer, ...], watch: Watch) -> list[Removable]:
     """Hooks on every layer, and an observer in those that report by themselves; the handles undo it."""
-    handles: list[RemovableHandle] = []
+    handles: list[Removable] = []
     for layer in layers:
         probe = LayerProbe(layer, watch)
+        handles.append(probe)
         handles.append(layer.module.register_forward_pre_hook(ForwardPreHook(probe), with_kwargs=True))
         if layer.engine:
             continue  # its hooks are there in measured steps only
@@ -81,6 +89,11 @@ class LayerProbe:
         """Of a forward hook that is the first of its layer, and stays if the forward raises."""
         self.key = Key(self, watch.rows.device)
         self._series: dict[tuple[str, ...], Series] = {}
+
+    def remove(self) -> None:
+        """Takes away a hook that the last forward left behind."""
+        if self.left is not None:
+            self.left.remove()
 
     def series(
         self, role: str, orientation: str, element: Format, scaling: str, policy: str = "current", *,

@@ -25,12 +25,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fp8scope.arguments import bare, check_unattached, is_whole
 from fp8scope.attention import install_attention
 from fp8scope.fidelity import Loss, measure_fidelity
-from fp8scope.hooks import install
+from fp8scope.hooks import Removable, install
 from fp8scope.inert import InertObserver, can_report
 from fp8scope.part import Part, Rename
 from fp8scope.precision import set_precision
@@ -203,7 +202,7 @@ class Scope:
     ) -> None:
         self.close()
 
-    def _install(self) -> list[RemovableHandle]:
+    def _install(self) -> list[Removable]:
         handles = install(self._layers, self._watch)
         handles += install_attention(self._model, self._watch,
                                      partial(self._sentinels.add, "attn_logit_bound"), self._part.rename)
