@@ -39,7 +39,8 @@ class Part:
                     weights=tuple(one._replace(name=self.rename(one.name),
                                                aliases=tuple(map(self.rename, one.aliases)))
                                   for one in layer.weights),
-                    dealt=self._deal(self.rename(layer.weights[0].name), layer.index),
+                    dealt=self._deal(self.rename(layer.weights[0].name if layer.weights else layer.name),
+                                     layer.index),
                     depth=self._first_depth + layer.depth)
             for layer in find_layers(model))
 

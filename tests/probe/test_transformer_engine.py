@@ -275,6 +275,18 @@ def test_a_weight_of_several_parameters_has_no_live_series() -> None:
     assert any("put together from 2 parameters" in text for text in unobserved(worker))
 
 
+def test_a_weight_that_is_no_matrix_is_listed() -> None:
+    """As that of a `GroupedLinear` with one parameter for all experts; the other operands are measured."""
+    layer, worker = engine.GroupedLinear(1, 64, 32), MemoryWorker()
+    layer.weight0 = nn.Parameter(torch.randn(1, 32, 64))
+    layer.product = lambda x, w, gemm=0: engine.Base.product(layer, x, w[0], gemm)  # type: ignore[method-assign]
+    with Scope(nn.Sequential(layer), (), worker=worker, every=1) as scope:
+        step(scope, 0, layer, torch.randn(8, 64), engine.Recipe("current"), [8])
+    assert {role for _, role, _ in live_rows(worker.record(0))} == {"activation", "gradient"}
+    assert any("no parameter is a matrix" in text for text in unobserved(worker))
+    assert [one.reason for one in fp8scope.diagnose(layer).unobserved]
+
+
 @pytest.mark.parametrize("made", [False, True])
 def test_the_doctor_foretells_the_series(made: bool) -> None:
     """Before a forward in FP8 what-ifs, after it the live series too; what stays hidden is listed."""
