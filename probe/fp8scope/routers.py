@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from fp8scope.inert import Inert
@@ -50,7 +51,7 @@ def find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
         for name, child in parent.named_children():
             own = _experts(child)
             weight = weight_of(child)
-            if weight is None or weight.dim() != 2:
+            if weight is None or is_lazy(weight) or weight.dim() != 2:
                 continue
             if isinstance(child, nn.Linear):
                 found, experts = name in LINEARS, _experts(parent) or own
