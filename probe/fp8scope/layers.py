@@ -24,6 +24,8 @@ LONGEST_NAME = NAME_LIMIT - 16
 """Of a module; the name of its weight is longer."""
 ROOT = "(model)"
 """Name of a model that is itself the layer."""
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
+UNSEEN = "fused experts: only their weights are measured, in detailed steps (fused.py)"
 
 
 class Weight(NamedTuple):
@@ -135,11 +137,28 @@ def find_unobserved(model: nn.Module) -> tuple[Unobserved, ...]:
     """Modules with matrices of their own that are no layer we can watch."""
     watched = {id(layer.module) for layer in find_layers(model)}
     return tuple(
-        Unobserved(name=_listable(canonical_name(name)) or ROOT,
-                   reason=f"{type(module).__name__} is not a linear layer")
+        Unobserved(name=_listable(canonical_name(name)) or ROOT, reason=(
+            UNSEEN if fused_weights(module) else f"{type(module).__name__} is not a linear layer"))
         for name, module in model.named_modules()
         if id(module) not in watched and any(_is_matrix(p) for p in module.parameters(recurse=False))
     )
+
+
+def expert_count(module: nn.Module) -> int:
+    """How many experts a module says it has, itself or in its configuration; 0 if it does not."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in EXPERT_COUNTS:
+            count = getattr(owner, name, None)
+            if isinstance(count, int) and not isinstance(count, bool):
+                return count
+    return 0
+
+
+def fused_weights(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `module` that hold a matrix for each of its experts."""
+    return [one for one in module.parameters(recurse=False)
+            if not is_lazy(one) and one.dim() == 3 and one.shape[0] == expert_count(module)
+            and one.is_floating_point() and one.element_size() > 1]
 
 
 def _module_names(model: nn.Module) -> dict[int, list[str]]:

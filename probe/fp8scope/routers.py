@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from fp8scope.inert import Inert
-from fp8scope.layers import weight_of
+from fp8scope.layers import expert_count, weight_of
 from fp8scope.nested import tensors_in
 from fp8scope.sharding import local
 from fp8scope.watch import Watch
@@ -32,7 +32,6 @@ from fp8scope_protocol.series import canonical_name
 
 LINEARS = ("gate", "router", "classifier", "wg")
 MODULES = ("gate", "router")
-COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 Report = Callable[[str, Tensor], None]
 
@@ -49,12 +48,12 @@ def find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     """Name, module and number of experts of every router."""
     for path, parent in model.named_modules():
         for name, child in parent.named_children():
-            own = _experts(child)
+            own = expert_count(child)
             weight = weight_of(child)
             if weight is None or is_lazy(weight) or weight.dim() != 2:
                 continue
             if isinstance(child, nn.Linear):
-                found, experts = name in LINEARS, _experts(parent) or own
+                found, experts = name in LINEARS, expert_count(parent) or own
             else:
                 found, experts = name in MODULES, own
             if found and experts > 1 and weight.shape[0] == experts:
@@ -91,13 +90,3 @@ def entropy_share(logits: Tensor) -> Tensor:
     entropy = torch.special.entr(torch.softmax(logits.float(), dim=-1)).sum(-1)
     mean: Tensor = entropy.mean(dtype=torch.float64)
     return mean / math.log(logits.shape[-1])
-
-
-def _experts(module: nn.Module) -> int:
-    """How many experts a module says it has; 0 if it does not."""
-    for owner in (module, getattr(module, "config", None)):
-        for name in COUNTS:
-            count = getattr(owner, name, None)
-            if isinstance(count, int) and not isinstance(count, bool):
-                return count
-    return 0

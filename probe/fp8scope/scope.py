@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from fp8scope.arguments import bare, check_unattached, is_whole
 from fp8scope.attention import install_attention
 from fp8scope.fidelity import Loss, measure_fidelity
+from fp8scope.fused import measure_fused
 from fp8scope.hooks import Removable, install
 from fp8scope.inert import InertObserver, can_report
 from fp8scope.part import Part, Rename
@@ -239,6 +240,9 @@ class Scope:
                 self._updates.before(optimizer)
             if ready:
                 self._sentinels.read_gradients(optimizer, sampled=self._watch.sampling)
+        if self._watch.detailed:
+            with self._watch.guarded("experts"):
+                measure_fused(self._model, self._places, self._watch)
         with self._watch.guarded("twins"):
             self._twins.before(optimizer, ready=ready)
 
