@@ -12,6 +12,7 @@ from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
+    ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
 from torch.nn.functional import mse_loss
@@ -73,9 +74,12 @@ def batch(step: int, replica: int = 0, replicas: int = 1) -> Tensor:
     return rows.chunk(replicas)[replica]
 
 
-def attach(model: nn.Module, optimizer: torch.optim.Optimizer, run: str, collector: str) -> fp8scope.Scope:
+def attach(
+    model: nn.Module, optimizer: torch.optim.Optimizer, run: str, collector: str,
+    rename: Callable[[str], str] | None = None,
+) -> fp8scope.Scope:
     return fp8scope.attach(model, optimizer, run=run, every=2, detail_every=1, collector=collector,
-                           remote_control=True, budget=None)
+                           remote_control=True, budget=None, rename=rename)
 
 
 def train_alone(run: str, steps: int) -> None:
@@ -101,7 +105,7 @@ def train_stage(rank: int, job: Job) -> None:
     dist.init_process_group("gloo", init_method=f"file://{job.folder}/store", rank=rank, world_size=job.world)
     mesh = init_device_mesh("cpu", (STAGES, job.world // STAGES), mesh_dim_names=("pp", "dp"))
     for name in job.schedules:
-        run_schedule(name, rank, mesh, job)
+        run_interleaved(name, rank, job) if name == "interleaved" else run_schedule(name, rank, mesh, job)
     dist.destroy_process_group()
 
 
@@ -135,6 +139,26 @@ def run_schedule(name: str, rank: int, mesh: Any, job: Job) -> None:
             break
     if scope is not None:
         scope.close()
+    dist.barrier()
+
+
+def run_interleaved(name: str, rank: int, job: Job) -> None:
+    """Two stages of one layer on each rank, every other one, in a list that is never called itself."""
+    numbers = range(rank, LAYERS, STAGES)
+    model = nn.ModuleList(Stage(i, i + 1) for i in numbers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    stages = [PipelineStage(part, i, LAYERS, torch.device("cpu"))
+              for part, i in zip(model, numbers, strict=True)]
+    schedule = ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss_fn=mse_loss)  # type: ignore[arg-type]
+    with attach(model, optimizer, name, job.collector, lambda name: name.partition(".")[2]) as scope:
+        for step in range(job.steps):
+            x = batch(step)
+            losses: list[Tensor] = []
+            schedule.step(x) if rank == 0 else schedule.step(target=x, losses=losses)
+            for loss in losses:
+                scope.log(loss=loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
     dist.barrier()
 
 
