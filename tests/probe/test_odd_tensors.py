@@ -28,7 +28,8 @@ class Stored(Tensor):
 
     @staticmethod
     def __new__(cls: type["Stored"], codes: Tensor, scale: float) -> "Stored":
-        shown: Stored = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        shown: Stored = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32,
+                                                      device=codes.device)
         shown.codes, shown.scale = codes, scale
         return shown
 
@@ -45,9 +46,9 @@ class Stored(Tensor):
         raise NotImplementedError(f"{func} of Stored")
 
 
-def stored() -> nn.Linear:
+def stored(device: str) -> nn.Linear:
     layer = nn.Linear(16, 5, bias=False)
-    codes = torch.randint(-5, 5, (5, 16), dtype=torch.int8)
+    codes = torch.randint(-5, 5, (5, 16), dtype=torch.int8, device=device)
     layer.weight = nn.Parameter(Stored(codes, 0.1), requires_grad=False)
     return layer
 
@@ -60,7 +61,7 @@ class Packed(nn.Linear):
         self.weight = nn.Parameter(torch.zeros(40, 1, dtype=torch.uint8), requires_grad=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        return input @ torch.ones(16, 5)
+        return input @ input.new_ones(16, 5)
 
 
 class Int8(nn.Linear):
@@ -74,13 +75,13 @@ class Int8(nn.Linear):
         return input @ (self.weight * 0.1).t()
 
 
-def trained(layer: nn.Module, inputs: Callable[[], Tensor] = lambda: torch.randn(3, 16)) -> MemoryWorker:
+def trained(layer: nn.Module, device: str) -> MemoryWorker:
     """Two steps of a layer before it and the layer."""
-    model, worker = nn.Sequential(nn.Linear(16, 16), layer), MemoryWorker()
+    model, worker = nn.Sequential(nn.Linear(16, 16).to(device), layer), MemoryWorker()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
     with Scope(model, (optimizer,), worker=worker, every=1):
         for _ in range(2):
-            model(inputs()).sum().backward()
+            model(torch.randn(3, 16, device=device)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     return worker
@@ -90,11 +91,17 @@ def told(worker: MemoryWorker) -> list[ProbeEvent]:
     return [event for record in worker.records for event in record.events]
 
 
-@pytest.mark.parametrize(("make", "kind"), [(stored, "a Stored"), (Packed, "uint8"), (Int8, "int8"),
-                                            (lambda: weight_norm(nn.Linear(16, 5)), "parametrized")])
-def test_z2_a_weight_that_cannot_be_read_is_listed(make: Callable[[], nn.Module], kind: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])])
+@pytest.mark.parametrize(("make", "kind"), [
+    (stored, "a Stored"), (lambda device: Packed().to(device), "uint8"),
+    (lambda device: Int8().to(device), "int8"),
+    (lambda device: weight_norm(nn.Linear(16, 5)).to(device), "parametrized")])
+def test_z2_a_weight_that_cannot_be_read_is_listed(
+    make: Callable[[str], nn.Module], kind: str, device: str
+) -> None:
     """Z2: once, with its kind and as no fault of the probe's; the layer's other operands are measured."""
-    worker = trained(make())
+    worker = trained(make(device), device)
     (event,) = told(worker)
     assert (event.kind, event.name) == ("unobserved", "1")
     assert kind in event.text

@@ -20,15 +20,16 @@ WORLD = 2
 Recorded = tuple[SumTables, Layout, list[str]]
 
 
-def network() -> nn.Sequential:
+def network(device: str) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).to(device)
 
 
-def recorded(model: nn.Module, worker: MemoryWorker) -> Recorded:
+def recorded(model: nn.Module, worker: MemoryWorker, device: str) -> Recorded:
     """One step; all ranks have the same batch."""
+    batch = torch.randn(128, 256, generator=torch.Generator().manual_seed(1)).to(device)
     with Scope(model, (), worker=worker, every=1) as scope:
-        model(torch.randn(128, 256, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+        model(batch).square().mean().backward()
         scope.step(0)
     record = worker.record(0)
     assert record.tables is not None
@@ -36,17 +37,20 @@ def recorded(model: nn.Module, worker: MemoryWorker) -> Recorded:
     return record.tables, record.layout, [e.text for e in record.events]
 
 
-def train(rank: int, folder: str) -> None:
+def train(rank: int, folder: str, device: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store",
+                            rank=rank, world_size=WORLD)
     plan: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    model = parallelize_module(network(), init_device_mesh("cpu", (WORLD,)), plan)
+    model = parallelize_module(network(device), init_device_mesh(device, (WORLD,)), plan)
     with open(f"{folder}/{rank}", "wb") as file:
-        pickle.dump(recorded(model, MemoryWorker(rank=rank, world=WORLD)), file)
+        pickle.dump(recorded(model, MemoryWorker(rank=rank, world=WORLD), device), file)
     compiled = MemoryWorker(rank=rank, world=WORLD)
     model.compile(backend="aot_eager", fullgraph=True)
     with Scope(model, (), worker=compiled, every=1) as scope:
-        model(torch.randn(128, 256)).square().mean().backward()
+        model(torch.randn(128, 256, device=device)).square().mean().backward()
         scope.step(0)
     assert {e.name for e in compiled.record(0).events if e.kind == "unobserved"} == {"0", "2"}
     assert {e.kind for e in compiled.record(0).events} == {"unobserved"}
@@ -54,12 +58,15 @@ def train(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_a_tensor_parallel_model_has_the_numbers_of_one_process(tmp_path: Any) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason="needs two CUDA devices")])])
+def test_a_tensor_parallel_model_has_the_numbers_of_one_process(device: str, tmp_path: Any) -> None:
     """Shards add up; an activation or a gradient that both ranks hold counts once. Compiled, it trains on and
     its layers are listed."""
-    spawn(train, args=(str(tmp_path),), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    spawn(train, args=(str(tmp_path), device), nprocs=WORLD)  # type: ignore[no-untyped-call]
     ranks: list[Recorded] = [pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(WORLD)]
-    tables, layout, events = recorded(network(), MemoryWorker())
+    tables, layout, events = recorded(network(device), MemoryWorker(), device)
     merged = SumTables.zeros(len(layout.series))
     for found, their_layout, their_events in ranks:
         assert their_events == events == []
