@@ -76,6 +76,8 @@ class SizeHook(Inert):
         watch = self.probe.watch
         if torch.compiler.is_compiling() or not watch.sampling or not isinstance(output, Tensor):
             return
+        if watch.capturing():  # what has no flag would run in every step
+            return
         if watch.counts(module):
             with watch.guarded(self.probe.name):
                 self.probe.add(self.which, output.detach())

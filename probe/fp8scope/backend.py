@@ -77,11 +77,22 @@ def round_trip(
     power_of_two: bool = False,
     histogram: bool = True,
     out: RowSums | None = None,
+    flag: Tensor | None = None,
 ) -> RowSums:
-    """What quantization does to x [R, C], added to `out`; see `roundtrip.round_trip`."""
+    """What quantization does to x [R, C], added to `out`; see `roundtrip.round_trip`.
+
+    flag: int32 [1] on the device, for a CUDA graph: where it holds 0, a replay adds nothing. Only where
+    `takes_flag`.
+    """
     twin = _round_trip_of(x, element, scaling)
+    when = {} if flag is None else {"flag": flag}
     return twin(x, element, scaling, scales=scales, codes=codes, rounding=rounding, power_of_two=power_of_two,
-                histogram=histogram, out=out)
+                histogram=histogram, out=out, **when)
+
+
+def takes_flag(x: Tensor, element: Format, scaling: str) -> bool:
+    """Whether kernels do this round trip, which can be left out when a CUDA graph is replayed."""
+    return _round_trip_of(x, element, scaling) is not roundtrip.round_trip
 
 
 def change(sample: Sample, form: AdamForm, states: Sequence[State], before: Tensor | None) -> Change:

@@ -60,9 +60,14 @@ def load_pieces(ptr: tl.tensor, first: tl.tensor, t: tl.tensor, R: tl.tensor, C:
 
 
 @triton.jit(do_not_specialize=["high", "wide"])
-def _amax_kernel(x_ptr: tl.tensor, bits_ptr: tl.tensor, R: tl.tensor, C: tl.tensor, N: tl.tensor,
-                 stride_r: tl.tensor, stride_c: tl.tensor, high: tl.tensor, wide: tl.tensor,
-                 FLAT: tl.constexpr, FOLD: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr) -> None:
+def _amax_kernel(x_ptr: tl.tensor, bits_ptr: tl.tensor, flag_ptr: tl.tensor, R: tl.tensor, C: tl.tensor,
+                 N: tl.tensor, stride_r: tl.tensor, stride_c: tl.tensor, high: tl.tensor, wide: tl.tensor,
+                 FLAT: tl.constexpr, FOLD: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr,
+                 FLAGGED: tl.constexpr) -> None:
+    if FLAGGED:
+        flag = tl.load(flag_ptr)
+        if flag == 0:
+            return
     pieces = tl.cdiv(C, W)
     t = (tl.program_id(0) % pieces).to(tl.int64)
     first = (tl.program_id(0) // pieces).to(tl.int64) * ROWS
@@ -77,15 +82,19 @@ def _amax_kernel(x_ptr: tl.tensor, bits_ptr: tl.tensor, R: tl.tensor, C: tl.tens
 
 @triton.jit(do_not_specialize=["slots", "high", "wide", "scale_r", "scale_c"])
 def _pieces_kernel(x_ptr: tl.tensor, bits_ptr: tl.tensor, scales_ptr: tl.tensor, codes_ptr: tl.tensor,
-                   ints_ptr: tl.tensor, reals_ptr: tl.tensor, squares_ptr: tl.tensor, slots: tl.tensor,
-                   R: tl.tensor, C: tl.tensor, N: tl.tensor, stride_r: tl.tensor, stride_c: tl.tensor,
-                   scale_r: tl.tensor, scale_c: tl.tensor, code_r: tl.tensor, code_c: tl.tensor,
-                   high: tl.tensor, wide: tl.tensor,
+                   ints_ptr: tl.tensor, reals_ptr: tl.tensor, squares_ptr: tl.tensor, flag_ptr: tl.tensor,
+                   slots: tl.tensor, R: tl.tensor, C: tl.tensor, N: tl.tensor, stride_r: tl.tensor,
+                   stride_c: tl.tensor, scale_r: tl.tensor, scale_c: tl.tensor, code_r: tl.tensor,
+                   code_c: tl.tensor, high: tl.tensor, wide: tl.tensor,
                    LARGEST: tl.constexpr, SUBNORMAL: tl.constexpr, MANTISSA: tl.constexpr,
                    NORMAL: tl.constexpr, RULE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
                    GIVEN: tl.constexpr, CODED: tl.constexpr, STOCHASTIC: tl.constexpr,
                    HISTOGRAM: tl.constexpr, FLAT: tl.constexpr, FOLD: tl.constexpr, ROWS: tl.constexpr,
-                   W: tl.constexpr) -> None:
+                   W: tl.constexpr, FLAGGED: tl.constexpr) -> None:
+    if FLAGGED:
+        flag = tl.load(flag_ptr)
+        if flag == 0:
+            return
     LOOSE: tl.constexpr = GIVEN or RULE == 1  # |y| may exceed the largest code
     pieces = tl.cdiv(C, W)
     t = (tl.program_id(0) % pieces).to(tl.int64)
@@ -182,13 +191,17 @@ def _pieces_kernel(x_ptr: tl.tensor, bits_ptr: tl.tensor, scales_ptr: tl.tensor,
 
 @triton.jit(do_not_specialize=["slots", "before", "R", "T", "groups", "scale_r", "scale_c", "high", "wide"])
 def _groups_kernel(bits_ptr: tl.tensor, scales_ptr: tl.tensor, squares_ptr: tl.tensor, ints_ptr: tl.tensor,
-                   reals_ptr: tl.tensor, slots: tl.tensor, before: tl.tensor, R: tl.tensor, T: tl.tensor,
-                   groups: tl.tensor, scale_r: tl.tensor, scale_c: tl.tensor, high: tl.tensor,
-                   wide: tl.tensor,
+                   reals_ptr: tl.tensor, flag_ptr: tl.tensor, slots: tl.tensor, before: tl.tensor,
+                   R: tl.tensor, T: tl.tensor, groups: tl.tensor, scale_r: tl.tensor, scale_c: tl.tensor,
+                   high: tl.tensor, wide: tl.tensor,
                    LARGEST: tl.constexpr, BAD: tl.constexpr, RULE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
                    GIVEN: tl.constexpr, HISTOGRAM: tl.constexpr, GROUPS: tl.constexpr,
-                   PIECES: tl.constexpr) -> None:
+                   PIECES: tl.constexpr, FLAGGED: tl.constexpr) -> None:
     """R x T pieces, of which high x wide are a group."""
+    if FLAGGED:
+        flag = tl.load(flag_ptr)
+        if flag == 0:
+            return
     g = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     across = tl.cdiv(T, wide)
     group_r, group_c = g // across, g % across
@@ -250,8 +263,12 @@ def round_trip(
     power_of_two: bool = False,
     histogram: bool = True,
     out: RowSums | None = None,
+    flag: Tensor | None = None,
 ) -> RowSums:
-    """Twin of `roundtrip.round_trip` for every format and scaling but BF16 and `none`."""
+    """Twin of `roundtrip.round_trip` for every format and scaling but BF16 and `none`.
+
+    flag: int32 [1] on the device; if it holds 0 when the kernels run, they add nothing.
+    """
     groups = parse_scaling(scaling)
     check_pair(element, groups)
     check_input(x)
@@ -268,22 +285,25 @@ def round_trip(
         used = bits if scales is None else _table(scales, groups).float().expand(plan.groups.shape)
         given, _, code_strides = _matrix(x if codes is None else _loadable(codes), groups)
         sizes, spans = (*shape, x.numel(), *strides), (plan.groups.high, plan.groups.wide)
-        tile = {"FLAT": groups.flat, "FOLD": plan.fold, "ROWS": plan.rows, "W": plan.width, "num_warps": 4}
+        when = bits if flag is None else flag
+        tile = {"FLAT": groups.flat, "FOLD": plan.fold, "ROWS": plan.rows, "W": plan.width, "num_warps": 4,
+                "FLAGGED": flag is not None}
         how = {"LARGEST": element.largest, "RULE": RULES[groups.e8m0], "POWER_OF_TWO": power_of_two,
-               "GIVEN": scales is not None, "HISTOGRAM": histogram, "num_warps": 4}
+               "GIVEN": scales is not None, "HISTOGRAM": histogram, "num_warps": 4,
+               "FLAGGED": flag is not None}
         with torch.cuda.device_of(x):
-            _amax_kernel[slots[:1]](source, bits, *sizes, *spans, **tile)
+            _amax_kernel[slots[:1]](source, bits, when, *sizes, *spans, **tile)
             _pieces_kernel[slots[:1]](
-                source, bits, used, given, partials.ints, partials.reals, squares, sum(slots), *sizes,
+                source, bits, used, given, partials.ints, partials.reals, squares, when, sum(slots), *sizes,
                 *used.stride(), *code_strides, *spans, SUBNORMAL=element.smallest_subnormal,
                 MANTISSA=element.mantissa_bits, NORMAL=127 + int(math.log2(element.smallest_normal)),
                 CODED=codes is not None, STOCHASTIC=rounding == "stochastic", **how | tile)
             _groups_kernel[slots[1:]](
-                bits, used, squares, partials.ints, partials.reals, sum(slots), slots[0], *plan.handed_on,
-                bits.numel(), *used.stride(), plan.high, plan.groups.wide,
+                bits, used, squares, partials.ints, partials.reals, when, sum(slots), slots[0],
+                *plan.handed_on, bits.numel(), *used.stride(), plan.high, plan.groups.wide,
                 BAD=bad_block_error(element, groups), GROUPS=_PIECES // plan.at_once, PIECES=plan.at_once,
                 **how)
-    partials.merge_into(row, x)
+    partials.merge_into(row, x, flag)
     return row
 
 

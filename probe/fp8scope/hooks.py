@@ -159,7 +159,8 @@ class LayerProbe:
     ) -> None:
         """Once a step. Under FSDP all ranks hold the whole weight here, and one of them measures it."""
         watch = self.watch
-        watch.rows.row(series)  # all ranks have the same series
+        if not watch.announce(series):  # all ranks have the same series
+            return
         mine = is_measured_here(weight, rank=watch.rank, world=watch.world, index=self.layer.dealt)
         if watch.once(*series.key) and mine:
             watch.measure(series, matrix(weight), element, scales=scales, power_of_two=power_of_two)
@@ -177,9 +178,9 @@ class LayerProbe:
     def operands(self, x: Tensor, weight: Tensor, call: int) -> None:
         """One call in a compiled region; see `compiled.Traced`."""
         watch, name = self.watch, self.layer.name
-        if watch.idle or watch.rehearsing:
+        if watch.rehearsing or not watch.attends():
             return
-        if watch.is_first_pass(self.layer.module) and watch.sampling:
+        if watch.is_first_pass(self.layer.module) and watch.measuring:
             watch.ran.add(name)
             with watch.guarded(name):
                 _measure_operands(self, weight, [x])
@@ -188,7 +189,7 @@ class LayerProbe:
 
     def gradient(self, dy: Tensor, call: int) -> None:
         """The gradient of the output of that call."""
-        if self.watch.sampling and not self.watch.rehearsing:
+        if self.watch.measuring and not self.watch.rehearsing:
             GradientHook(self, self.watch.sample_of(self.layer.name, call))(dy)
 
 
@@ -200,10 +201,10 @@ class ForwardPreHook(Inert):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         probe = self.probe
-        if torch.compiler.is_compiling() or probe.watch.idle:  # compiled: see TracedHook
+        if torch.compiler.is_compiling() or not probe.watch.attends():  # compiled: see TracedHook
             return
         counts = probe.watch.counts(module)
-        if not probe.watch.sampling:
+        if not probe.watch.measuring:
             return
         probe.call.inside, probe.call.live = True, counts
         after = ForwardHook(probe)
@@ -231,10 +232,12 @@ class ForwardHook(Inert):
         self.probe = probe
         self.thread = threading.get_ident()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self.thread != threading.get_ident():  # of a call that another thread makes at this time
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        # Of a call that another thread makes at this time, which may remove the hook just before torch looks
+        # whether it takes keywords, and calls it without.
+        if self.thread != threading.get_ident():
             return
-        probe = self.probe
+        probe, (kwargs, output) = self.probe, rest
         # After an exception torch goes through the hooks themselves: only the last one may remove itself.
         if self.handle is not None and (output is not None or probe.left is None):
             self.handle.remove()
@@ -284,7 +287,7 @@ class GradientHook(Inert):
 
     def __call__(self, gradient: Tensor) -> None:
         probe = self.probe
-        if probe.watch.sampling and (self.seen is None or self.seen() is not gradient):
+        if probe.watch.measuring and (self.seen is None or self.seen() is not gradient):
             self.seen = weakref.ref(gradient)
             probe.watch.gradients.add(probe.layer.name)
             with probe.watch.guarded(probe.layer.name):
@@ -311,7 +314,7 @@ class InSituObserver(InertObserver):
         if self.probe.call.inside:
             return self.probe.call.live
         watch = self.probe.watch
-        return watch.sampling and not watch.rehearsing and torch._C._current_graph_task_id() != -1
+        return watch.measuring and not watch.rehearsing and torch._C._current_graph_task_id() != -1
 
     def tensor(
         self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str,

@@ -35,19 +35,24 @@ class Partials:
         self.ints = x.new_empty((COUNTS.value + histogram * BINS.value, slots), dtype=torch.int32)
         self.reals = x.new_empty((_SUMS.value + _MAXES.value, slots), dtype=torch.float64)
 
-    def merge_into(self, row: RowSums, x: Tensor) -> None:
-        """Adds everything, one call and the elements of x to `row`, in place."""
+    def merge_into(self, row: RowSums, x: Tensor, flag: Tensor | None = None) -> None:
+        """Adds everything, one call and the elements of x to `row`, in place; nothing if `flag` holds 0."""
         with torch.cuda.device_of(x):
             _merge_kernel[(len(self.ints) + len(self.reals),)](
-                self.ints, self.reals, *row, self.slots, x.numel(), INTS=len(self.ints), CHUNK=_CHUNK,
-                num_warps=4)
+                self.ints, self.reals, *row, self.ints if flag is None else flag, self.slots, x.numel(),
+                INTS=len(self.ints), CHUNK=_CHUNK, FLAGGED=flag is not None, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["slots", "elements"])
 def _merge_kernel(ints_ptr: tl.tensor, reals_ptr: tl.tensor, counts_ptr: tl.tensor, sums_ptr: tl.tensor,
-                  maxes_ptr: tl.tensor, histogram_ptr: tl.tensor, slots: tl.tensor, elements: tl.tensor,
-                  INTS: tl.constexpr, CHUNK: tl.constexpr) -> None:
+                  maxes_ptr: tl.tensor, histogram_ptr: tl.tensor, flag_ptr: tl.tensor, slots: tl.tensor,
+                  elements: tl.tensor, INTS: tl.constexpr, CHUNK: tl.constexpr,
+                  FLAGGED: tl.constexpr) -> None:
     """Program k adds up row k of the partial results and merges it."""
+    if FLAGGED:
+        flag = tl.load(flag_ptr)
+        if flag == 0:
+            return
     k = tl.program_id(0)
     if k < INTS:
         count = tl.zeros([CHUNK], tl.int64)

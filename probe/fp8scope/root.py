@@ -41,7 +41,8 @@ class RootHook(Inert):
             return
         if is_dynamo_compiling():
             trace_begin(self.key.tensor)
-        elif torch._C._current_graph_task_id() == -1 and not torch.compiler.is_compiling():
+        elif torch._C._current_graph_task_id() == -1 and not (torch.compiler.is_compiling()
+                                                              or torch._C._is_tracing()):  # by torch.jit
             self.forward_begins()
             self.watch.rehearsing = self.watch.sampling and _is_rehearsal()
 

@@ -22,8 +22,7 @@ Ranges. As in the reference, each [1,128] tile is summed in fp32 on y / unit and
 (scale unit)^k in float64. `unit` is a power of two whose reciprocal is one too; current scales need none.
 
 Rejected: float atomics (other bits in every run); writing codes as well (+42 % on the quantizer, see
-docs/log.md); more threads a row (slower); capping registers on x.t() (2 to 3 times slower); log2 of scales in
-float64 (a hundred instructions a tile for digits that nobody reads).
+docs/log.md); more threads a row (slower); capping registers on x.t() (2 to 3 times slower); log2 in float64.
 """
 
 import functools
@@ -75,14 +74,17 @@ _RESIDENT = 132 * 13, 132 * 20  # programs on an H200 at once, for either layout
 
 @triton.jit(do_not_specialize=["scale_r", "scale_c", "slabs"])
 def _round_trip_kernel(x_ptr: tl.tensor, scales_ptr: tl.tensor, codes_ptr: tl.tensor,
-                       ints_ptr: tl.tensor, reals_ptr: tl.tensor, R: tl.tensor, C: tl.tensor,
-                       stride_r: tl.tensor, stride_c: tl.tensor, scale_r: tl.tensor, scale_c: tl.tensor,
-                       code_r: tl.tensor, code_c: tl.tensor, slabs: tl.tensor,
+                       ints_ptr: tl.tensor, reals_ptr: tl.tensor, flag_ptr: tl.tensor, R: tl.tensor,
+                       C: tl.tensor, stride_r: tl.tensor, stride_c: tl.tensor, scale_r: tl.tensor,
+                       scale_c: tl.tensor, code_r: tl.tensor, code_c: tl.tensor, slabs: tl.tensor,
                        LARGEST: tl.constexpr, SUBNORMAL: tl.constexpr, BAD: tl.constexpr, CODE: tl.constexpr,
-                       BLOCK: tl.constexpr, GIVEN: tl.constexpr, CODED: tl.constexpr,
+                       BLOCK: tl.constexpr, GIVEN: tl.constexpr, CODED: tl.constexpr, FLAGGED: tl.constexpr,
                        STOCHASTIC: tl.constexpr, POWER_OF_TWO: tl.constexpr, HISTOGRAM: tl.constexpr,
                        EVEN: tl.constexpr, PACKED: tl.constexpr, SCAN: tl.constexpr, UNROLL: tl.constexpr,
                        ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr) -> None:
+    if FLAGGED:  # noqa: SIM102
+        if tl.load(flag_ptr) == 0:
+            return
     AXIS: tl.constexpr = 2 if VECTOR == 8 else 1  # of a chunk, along which a thread holds 8 elements
     CHUNK: tl.constexpr = 8 * LANES
     SHAPE: tl.constexpr = (ROWS, LANES, 8) if AXIS == 2 else (ROWS, 8, LANES)
@@ -121,8 +123,7 @@ def _round_trip_kernel(x_ptr: tl.tensor, scales_ptr: tl.tensor, codes_ptr: tl.te
     stale = tl.full([ROWS // FOLD], NOT_MEASURED, tl.float64)
     p0 = tl.zeros([ROWS, LANES], tl.int32)
     p1, p2, p3, p4, p5, p6, p7, p8, p9, p10 = p0, p0, p0, p0, p0, p0, p0, p0, p0, p0
-    n_small, n_below = zero, zero
-    bins = tl.zeros([64], tl.int32)
+    n_small, n_below, bins = zero, zero, tl.zeros([64], tl.int32)
 
     here_slabs = tl.minimum(slabs, tl.cdiv(R - first, ROWS)).to(tl.int32)
     for i in range(here_slabs):
@@ -355,8 +356,9 @@ def round_trip(
     power_of_two: bool = False,
     histogram: bool = True,
     out: RowSums | None = None,
+    flag: Tensor | None = None,
 ) -> RowSums:
-    """Twin of `roundtrip.round_trip` for `SCALINGS`; `codes` must have the format's own dtype."""
+    """Twin of `roundtrip.round_trip` for `SCALINGS`; `codes` of the format's dtype; `flag`: see `backend`."""
     check_matrix(x)
     if scaling not in SCALINGS:
         raise Invalid("scaling", scaling, f"the kernel takes {' or '.join(SCALINGS)}")
@@ -379,14 +381,16 @@ def round_trip(
         whole_rows = TILE_EDGE if block else layout["ROWS"]
         with torch.cuda.device_of(x):
             _round_trip_kernel[(slots,)](
-                x, used, given, partials.ints, partials.reals, *x.shape, *x.stride(), *used.stride(),
-                *given.stride(), slabs, LARGEST=element.largest, SUBNORMAL=element.smallest_subnormal,
-                BAD=_bad(element), CODE=CODE_TYPES[element.name], BLOCK=block, GIVEN=scales is not None,
+                x, used, given, partials.ints, partials.reals, partials.ints if flag is None else flag,
+                *x.shape, *x.stride(), *used.stride(), *given.stride(), slabs, LARGEST=element.largest,
+                SUBNORMAL=element.smallest_subnormal, CODE=CODE_TYPES[element.name], BLOCK=block,
+                BAD=BAD_BLOCK_FACTOR * 10.0 ** (-element.sqnr_floor_db / 10.0), GIVEN=scales is not None,
                 CODED=codes is not None, STOCHASTIC=rounding == "stochastic", POWER_OF_TWO=power_of_two,
                 HISTOGRAM=histogram, EVEN=x.shape[0] % whole_rows == 0 and x.shape[1] % TILE_EDGE == 0,
-                PACKED=x.is_cuda and x.dtype == torch.bfloat16 and packs(x.device), **layout, num_warps=1,
+                PACKED=x.is_cuda and x.dtype == torch.bfloat16 and packs(x.device), FLAGGED=flag is not None,
+                **layout, num_warps=1,
             )
-    partials.merge_into(row, x)
+    partials.merge_into(row, x, flag)
     return row
 
 
@@ -394,7 +398,3 @@ def round_trip(
 def _slabs(steps: int, tiles: int, resident: int, most: int) -> int:
     """Slabs a program, at most `most`: the fewest waves of `resident` programs, each dearer by its set-up."""
     return min(range(1, most + 1), key=lambda s: -(-(-(-steps // s) * tiles) // resident) * (s + 0.4))
-
-
-def _bad(element: Format) -> float:
-    return BAD_BLOCK_FACTOR * float(10.0 ** (-element.sqnr_floor_db / 10.0))

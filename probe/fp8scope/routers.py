@@ -71,7 +71,9 @@ class RouterHook(Inert):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         watch = self.watch
-        if torch.compiler.is_compiling() or not watch.sampling or not watch.counts(module):
+        if torch.compiler.is_compiling() or not watch.sampling or watch.capturing():
+            return
+        if not watch.counts(module):
             return
         with watch.guarded(self.name):
             wide = (x for x in tensors_in(output)

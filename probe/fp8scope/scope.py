@@ -8,6 +8,9 @@ In a job that never calls the whole model (its parts are called by themselves, o
 step closes at the first training forward of a layer after all optimizers have stepped; where a compiled model
 hides those too, when an optimizer steps again.
 
+CUDA graphs run no hooks when they are replayed. Where they hold the model's forward, a step closes when all
+optimizers have stepped; where they hold these, too, only `scope.step(n)` closes it.
+
 At the boundary before step n + 2 the commands that were merged with step n are applied, on every rank alike:
 the only moment at which the training thread may wait for the probe, and by then the answer is normally there.
 """
@@ -28,15 +31,18 @@ from torch.optim import Optimizer
 
 from fp8scope.arguments import bare, check_unattached, is_whole
 from fp8scope.attention import install_attention
+from fp8scope.capture import Relaxed
 from fp8scope.fidelity import Loss, measure_fidelity
 from fp8scope.fused import measure_fused
+from fp8scope.gaps import note_gaps
 from fp8scope.hooks import Removable, install
 from fp8scope.inert import InertObserver, can_report
 from fp8scope.part import Part, Rename
+from fp8scope.planned import planned_rows
 from fp8scope.precision import set_precision
 from fp8scope.root import install_roots
 from fp8scope.routers import install_routers
-from fp8scope.rows import Rows
+from fp8scope.scripting import answer_scripting
 from fp8scope.sentinels import Number, Sentinels
 from fp8scope.states import StateRecorder, measure_states
 from fp8scope.stored_rows import measure_stored
@@ -86,17 +92,17 @@ class Scope:
         """Whether any step has."""
         self._passed: list[CommandReport] = []
         """On commands that name no layer of this rank."""
-        device = device_of(model)
+        device, recipes = device_of(model), parse_recipes(formats)
         self._places = self._part.places(model)
         with torch.inference_mode(False):  # else no later step could add to the sums
-            self._watch = Watch(Rows(device), recipes=parse_recipes(formats),
-                                rank=worker.rank, world=worker.world)
+            rows = planned_rows(model, self._optimizers, recipes, device)
+            self._watch = Watch(rows, recipes=recipes, rank=worker.rank, world=worker.world)
             self._sentinels = Sentinels(device, world=worker.job, copies=self._copies)
         self._samples = Samples(self._watch, self._places)
         self._updates = Updates(self._watch, self._samples, self._sentinels)
         self._twins = Twins(self._watch, self._samples)
         self._watch.begin_step = self._on_layer
-        self._handles = self._install()
+        self._handles = [*self._install(), *answer_scripting(model)]
         self._begin()
         self._told_missing = False
         atexit.register(_close_at_exit, weakref.ref(self))
@@ -108,7 +114,7 @@ class Scope:
 
         Detached tensors stay on their device. A loss may be given once a micro-batch.
         """
-        if not self._closed:
+        if not (self._closed or self._is_captured("log")):
             self._sentinels.log(values)
 
     def read_gradients(self, optimizer: Optimizer) -> None:
@@ -131,7 +137,8 @@ class Scope:
         if self._closed:
             return
         watch, called = self._watch, self._called
-        (sampling, due), watch.sampling = (watch.sampling, watch.due), False
+        sampling, due = watch.sampling, watch.due
+        watch.sample(False)
         watch.expect(False)
         stepped, self._stepped = self._stepped, set()  # these forwards begin no step
         try:
@@ -140,7 +147,8 @@ class Scope:
         except Exception as error:
             self._watch.note("grad_fidelity", error)
         finally:  # Ctrl-C passes, and the job may go on
-            watch.sampling, self._stepped, self._called = sampling, stepped, called
+            self._stepped, self._called = stepped, called
+            watch.sample(sampling)
             watch.expect(due)
 
     @property
@@ -160,7 +168,7 @@ class Scope:
         """
         if n is not None and not is_whole(n, least=0):
             raise Invalid("n", n, "must be a step number, 0 or more, or None for the current step")
-        if self._closed:
+        if self._closed or self._is_captured("step"):
             return
         self.log(**values)
         self.explicit = True
@@ -169,7 +177,8 @@ class Scope:
         self._close_step(skipped=skipped)
 
     def detach(self) -> None:
-        """Leaves the model and the optimizers as they were found."""
+        """Leaves the model and the optimizers as they were found; CUDA graphs go on without measuring."""
+        self._watch.end(self._model, self._sentinels.board)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -182,7 +191,7 @@ class Scope:
         """Closes the step under way if the optimizer has stepped, detaches and sends what is left."""
         if self._closed:
             return
-        if self._stepped and not self.explicit:
+        if not self.explicit and (self._stepped or self._sentinels.has_board):
             self._close_step(skipped=False)
         if self._watch.rows.count and not self._ended:
             LOG.warning("fp8scope: no step has ended, so nothing was sent: give attach the optimizers, or "
@@ -230,6 +239,9 @@ class Scope:
         self._watch.begin(sampling=rest == 0, detailed=samples % self.detail_every == 0)
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._watch.capturing():
+            self._capture_optimizer(optimizer)
+            return
         if id(optimizer) in self._stepped and not self.explicit:
             self._close_step(skipped=False)
         ready = kwargs.get("closure", next(iter(args[1:]), None)) is None  # else gradients come later
@@ -246,7 +258,23 @@ class Scope:
         with self._watch.guarded("twins"):
             self._twins.before(optimizer, ready=ready)
 
+    def _capture_optimizer(self, optimizer: Optimizer) -> None:
+        """Its step becomes part of a CUDA graph: what is read of gradients does, too."""
+        with self._watch.guarded("optimizer"), Relaxed():
+            self._watch.unobserved("optimizer", "its step is in a CUDA graph: what it does to weights and "
+                                                "states is not measured, gradients are")
+            if not self.explicit:
+                self._watch.unobserved("step", "the optimizer's step is in a CUDA graph: call scope.step(n) "
+                                               "after each replay, else no step ends")
+            self._twins.forget(optimizer)
+            with self._sentinels.recorded():
+                self._sentinels.read_gradients(optimizer, sampled=True)
+
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._watch.capturing():
+            with self._watch.guarded("optimizer"), Relaxed(), self._sentinels.recorded():
+                self._sentinels.after_step(optimizer)
+            return
         self._stepped.add(id(optimizer))
         with self._watch.guarded("optimizer"):
             self._sentinels.read_gradients(optimizer, sampled=self._watch.sampling)
@@ -261,10 +289,16 @@ class Scope:
         with self._watch.guarded("twins"):
             self._twins.after(optimizer)
         all_stepped = self._stepped.issuperset(map(id, self._optimizers))
-        self._watch.expect(all_stepped and not self._called and not self.explicit)
+        ends = all_stepped and not self._called and not self.explicit
+        self._watch.expect(ends and not self._watch.hides)
+        if ends and self._watch.hides:
+            self._close_step(skipped=False)
 
     def _on_forward(self) -> None:
         """A training forward of the whole model begins."""
+        if self._watch.capturing():
+            self._watch.pass_begins()
+            return
         if self._stepped and not self.explicit:
             self._close_step(skipped=False)
         self._called = True
@@ -274,6 +308,14 @@ class Scope:
         self._watch.expect(False)
         if self._stepped and not self.explicit:
             self._close_step(skipped=False)
+
+    def _is_captured(self, call: str) -> bool:
+        """Whether a CUDA graph is being captured, of which `call` can be no part; that is said."""
+        if self._watch.capturing():
+            self._watch.unobserved("step", f"scope.{call} was called while a CUDA graph was captured, which "
+                                           "has no effect: call it after each replay")
+            return True
+        return False
 
     def _close_step(self, *, skipped: bool) -> None:
         step = self.current
@@ -294,7 +336,9 @@ class Scope:
     def _record(self, step: int, skipped: bool) -> StepRecord:
         tables, layout = None, None
         if self._watch.sampling:
-            self._note_unmeasured(step)
+            if not self._told_missing:
+                self._told_missing = True
+                note_gaps(self._watch, self._layers, self._part.layers(self._model), step)
             self._sentinels.add("scale_staleness_bits", self._watch.rows.worst_staleness())
             tables, layout = self._watch.rows.collect() or (None, None)
         sentinels = self._sentinels.take()
@@ -304,24 +348,6 @@ class Scope:
             step=step, skipped=skipped, sentinels=sentinels, tables=tables, layout=layout,
             events=self._watch.events(step), reports=reports, passed=passed,
         )
-
-    def _note_unmeasured(self, step: int) -> None:
-        """Says, after the first measured step, what a reader would miss in it."""
-        if self._told_missing:
-            return
-        self._told_missing = True
-        ran, gradients = self._watch.ran, self._watch.gradients
-        known = {id(layer.module) for layer in self._layers}
-        for layer in self._part.layers(self._model):
-            if id(layer.module) not in known:
-                self._watch.unobserved(layer.name, "came into the model after the probe; attach it last")
-        for layer in self._layers:
-            if layer.name not in ran:
-                self._watch.unobserved(layer.name, f"did not run in step {step}: unused, in evaluation mode, "
-                                                   "called past its hooks, in torch.func, or compiled before "
-                                                   "the probe was attached")
-            elif not layer.in_situ and layer.name not in gradients:
-                self._watch.unobserved(layer.name, "gradient not observed: no output had one")
 
     def _obey(self) -> None:
         """Applies what was merged with the step before the last one."""
@@ -344,6 +370,9 @@ class Scope:
 
     def _apply(self, command: Command, names: tuple[str, ...]) -> CommandReport:
         try:
+            fixed = {layer for layer, _ in self._watch.recorded}.intersection(names)
+            if fixed:
+                raise Invalid("modules", min(fixed), "is in a CUDA graph, which computes as it was captured")
             precision = set_precision(self._layers, replace(command.action, modules=names))
         except Fp8scopeError as error:
             return CommandReport(id=command.id, state="rejected", step=self.current, reason=str(error))

@@ -15,13 +15,17 @@ What it costs. Numbers that the host knows stay on the host, and what the device
 one 0-dim tensor each, and put together when the step closes: some twenty launches a step beside the norm
 itself, which is one for all gradients, however many there are (`squares_kernel`).
 
+CUDA graphs. What is read while one is captured (`recorded`) is read again by every replay, at no cost for
+the host: it is added to a board of one cell a column, at a fixed address, which a closing step empties.
+
 Numbers about the update come, in every step, from the optimizer's own account (`optimizer.step_stats`) if it
 keeps one, else in sampled steps from a sample of its states (see `updates`).
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +35,7 @@ from torch.optim import Optimizer
 from fp8scope.backend import squares
 from fp8scope.rows import to_host
 from fp8scope.sharding import local, replicas
+from fp8scope.squares import squares as plain_squares
 from fp8scope.sums import SENTINEL_MAX_COLUMNS, SENTINEL_SUM_COLUMNS, SentinelSums
 from fp8scope_protocol.errors import Invalid, UnknownName
 
@@ -59,6 +64,12 @@ class Sentinels:
         """Column -> what the device knows: float64 [] each."""
         self._known: dict[str, float] = {}
         """Column -> what the host knows."""
+        self._recording = False
+        self.board = torch.tensor([_start(name) for name in COLUMNS], dtype=torch.float64, device=device)
+        """What replays have added in this step."""
+        self._empty_board = self.board.clone()
+        self.has_board = False
+        """Whether anything was ever recorded."""
         self._losses: list[Tensor] = []
         self._norm: Tensor | None = None
         """The norm that the job has logged in this step."""
@@ -113,7 +124,19 @@ class Sentinels:
             self.add("nonfinite", (found - found).ne_(0).sum() / copies)
             square = found.sum() / copies
             self.add("grad_square", square if scale is None else square / self._number(scale).square())
-            self._known["grad_count"] = 1.0
+            if self._recording:
+                self.board[COLUMNS.index("grad_count")].fill_(1.0)
+            else:
+                self._known["grad_count"] = 1.0
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """While a CUDA graph is captured: what is added inside is added by every replay."""
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Reads the optimizer's own account of its step, if it keeps one: this rank's own ratios, merged
@@ -129,7 +152,9 @@ class Sentinels:
 
     def add(self, column: str, value: Number) -> None:
         """Adds to a sum, or raises a maximum to `value`, a number or a tensor [] of any kind."""
-        if isinstance(value, Tensor):
+        if self._recording:
+            self._record(column, self._number(value))
+        elif isinstance(value, Tensor):
             self._found[column].append(self._number(value))
         elif column in SENTINEL_SUM_COLUMNS:
             self._known[column] = self._known.get(column, 0.0) + value
@@ -143,6 +168,8 @@ class Sentinels:
         if self.device.type == "cuda":
             known = known.pin_memory().to(self.device, non_blocking=True)
         found = torch.stack([self._merged(name) for name in COLUMNS])
+        if self.has_board:
+            found = self._with_board(found)
         cut = len(SENTINEL_SUM_COLUMNS)
         extremes = found[cut:].nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         taken = SentinelSums(sums=to_host(found[:cut] + known[:cut]),
@@ -166,7 +193,7 @@ class Sentinels:
         if self._norm is not None:
             self._found["norm_square"] = [self._norm.square()]
             self._known["norm_count"] = 1.0
-            if not self._gradients_read:
+            if not (self._gradients_read or self.has_board):
                 self.add("nonfinite", (self._norm - self._norm).ne_(0) / self.world)
 
     def _merged(self, column: str) -> Tensor:
@@ -198,15 +225,31 @@ class Sentinels:
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in gradients:
             kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        found = [squares(some) for some in kinds.values()]
+        read = plain_squares if self._recording else squares  # a replay copies nothing from the host
+        found = [read(some) for some in kinds.values()]
         moved = [one.to(self.device, non_blocking=self.device.type == "cuda") for one in found]
         return moved[0] if len(moved) == 1 else torch.cat(moved)
 
     def _know_lr(self, lr: Number) -> None:
-        if isinstance(lr, Tensor) and lr.device.type != "cpu":
-            self._found["lr"].append(self._number(lr))
+        self.add("lr", lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr))
+
+    def _record(self, column: str, number: Tensor) -> None:
+        """Puts into the graph that is captured what `add` does at once."""
+        self.has_board = True
+        cell = self.board[COLUMNS.index(column)]
+        if column in SENTINEL_SUM_COLUMNS:
+            cell.add_(number)
         else:
-            self.add("lr", float(lr))
+            torch.maximum(cell, number, out=cell)
+
+    def _with_board(self, found: Tensor) -> Tensor:
+        """`found` and what replays have added; what the job has said wins."""
+        if self._lr_is_said:
+            self.board[COLUMNS.index("lr")].fill_(-math.inf)
+        cut = len(SENTINEL_SUM_COLUMNS)
+        whole = torch.cat([found[:cut] + self.board[:cut], torch.maximum(found[cut:], self.board[cut:])])
+        self.board.copy_(self._empty_board)
+        return whole
 
     def _scalar(self, name: str, value: Number) -> Tensor:
         """What a job says, as float64 [] on the device; `Invalid` if it is not one number."""

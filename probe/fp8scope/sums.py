@@ -151,9 +151,20 @@ class SumTables:
     def __len__(self) -> int:
         return int(self.counts.shape[0])
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all rows."""
+        return sum(part.nbytes for part in (self.counts, self.sums, self.maxes, self.histogram))
+
     def row(self, index: int) -> RowSums:
         """Views of row `index`: whatever is added to them is added here."""
         return RowSums(self.counts[index], self.sums[index], self.maxes[index], self.histogram[index])
+
+    def clear(self) -> None:
+        """Nothing seen, in place."""
+        for part in (self.counts, self.sums, self.histogram):
+            part.zero_()
+        self.maxes.fill_(-math.inf)
 
     def merge(self, other: "SumTables") -> None:
         """Add `other`, which has the same rows in the same order, in place."""

@@ -12,6 +12,8 @@ from time import perf_counter
 
 import torch
 
+from fp8scope.capture import Relaxed
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
@@ -40,13 +42,15 @@ class Lap:
     def wait(self) -> None:
         """Blocks until the step has ended for the device too."""
         if self._end is not None:
-            self._end.synchronize()
+            with Relaxed():
+                self._end.synchronize()
 
     def time(self) -> StepTime:
         """How long it took; to be called after `wait`."""
         if self._end is None:
             return self._time
-        seconds = self._begin.elapsed_time(self._end) / 1e3 if self._begin is not None else 0.0
+        with Relaxed():
+            seconds = self._begin.elapsed_time(self._end) / 1e3 if self._begin is not None else 0.0
         return replace(self._time, seconds=seconds, on_device=True)
 
 

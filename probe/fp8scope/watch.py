@@ -1,16 +1,19 @@
 """What all hooks of one attach share: whether this step is measured, where it is put, and what went wrong."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from time import perf_counter
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8scope.backend import round_trip
+from fp8scope.backend import round_trip, takes_flag
+from fp8scope.capture import Relaxed
 from fp8scope.gemm import WgradSample
 from fp8scope.rows import Rows
 from fp8scope.sharding import local
@@ -72,7 +75,13 @@ class Guard:
 
 
 class Watch:
-    """State of one attach that changes from step to step."""
+    """State of one attach that changes from step to step.
+
+    CUDA graphs. Hooks run while a graph is captured, not when it is replayed. So during a capture they act
+    as in a light step, whichever step it is, and record kernels that look at `flag` when they run: it lies on
+    the device at a fixed address and is set at step boundaries. Rows lie at fixed addresses, too. What has no
+    such kernel is left out and listed.
+    """
 
     def __init__(self, rows: Rows, *, recipes: tuple[Recipe, ...], rank: int, world: int) -> None:
         self.rows = rows
@@ -91,9 +100,21 @@ class Watch:
         """What is due; the scope's."""
         self.rehearsing = False
         """True from a forward on that is no part of the step; see root.py."""
-        self.detailed = False
-        """True while it is measured in detail: also what costs as much again as the rest together, which are
-        columnwise tiles, histograms, optimizer states, outlying channels and errors of products."""
+        self._in_detail = False
+        self.flag = torch.zeros(1, dtype=torch.int32, device=rows.device)
+        """1 while the current step is measured, 0 while it is not: what captured kernels look at."""
+        self._flagged = False
+        self.recording = False
+        """Whether a CUDA graph was being captured when `capturing` was last asked."""
+        self.captured = False
+        """Whether that was ever so."""
+        self.hides = False
+        """Whether layers were captured: replays of their graph run no hooks."""
+        self.recorded: set[tuple[str, str]] = set()
+        """(layer, role) of what is measured in CUDA graphs."""
+        self._is_capturing = torch.cuda.is_current_stream_capturing if rows.device.type == "cuda" else _never
+        self._once_outside: set[tuple[str, ...]] = set()
+        """`_once` of the step, during a capture."""
         self._details = 0
         self._once: set[tuple[str, ...]] = set()
         self._forwarded: set[int] = set()
@@ -111,29 +132,71 @@ class Watch:
 
     def begin(self, *, sampling: bool, detailed: bool) -> None:
         """A new step."""
-        self.sampling = sampling
+        self.sample(sampling)
         self.expect(False)
-        self.detailed = sampling and detailed
-        self._details += self.detailed
+        self._in_detail = sampling and detailed
+        self._details += self._in_detail
         self._once.clear()
         self._forwarded.clear()
         self.ran.clear()
         self.gradients.clear()
         self.calls.clear()
 
+    def end(self, model: nn.Module, board: Tensor) -> None:
+        """The scope is about to go. Graphs go on without measuring; what kernels read and write, `board`
+        too, lives while the model does."""
+        if not self.capturing():
+            self.sample(False)
+        if self.captured:
+            weakref.finalize(model, _let_go, self.flag, self.rows, board)
+
     def expect(self, due: bool) -> None:
         """Sets `due`."""
         self.due = due
         self.idle = not (due or self.sampling)
 
+    def sample(self, on: bool) -> None:
+        """Measures from here on, or does not; CUDA graphs that are replayed from here on, too."""
+        if self.rows.device.type == "cuda" and on != self._flagged:
+            self.flag.fill_(on)  # asynchronous; in every step it would cost a launch
+            self._flagged = on
+        self.sampling = on
+
+    def attends(self) -> bool:
+        """Whether a layer's forward has anything to tell: if not idle, and while a CUDA graph is captured."""
+        return self.capturing() or not self.idle
+
+    @property
+    def measuring(self) -> bool:
+        """Whether what layers compute is to be measured: in measured steps, and while a graph is captured."""
+        return self.capturing() or self.sampling
+
+    @property
+    def detailed(self) -> bool:
+        """True while the step is measured in detail: also what costs as much again as the rest together,
+        which are columnwise tiles, histograms, optimizer states, outlying channels and errors of products."""
+        return self._in_detail and not self.recording
+
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured, so that kernels launched now run when it is replayed."""
+        now = self._is_capturing()
+        if now != self.recording:
+            self.recording, self.captured = now, True
+            self._once, self._once_outside = (set(), self._once) if now else (self._once_outside, set())
+        return now
+
+    def pass_begins(self) -> None:
+        """A forward of the whole model is captured: a graph of its own, for all that is known."""
+        self._once.clear()
+
     def counts(self, module: nn.Module) -> bool:
         """Whether this forward of `module` belongs to a step, each pass once; a step that is due begins.
 
-        Called from a forward pre-hook of a measured step. No: evaluation, no_grad, transforms of torch.func,
-        and what checkpointing computes again. Under reentrant checkpointing the first pass runs without
-        gradients, so there the recomputation counts.
+        Called from a forward pre-hook of a measured step. No: evaluation, no_grad, `torch.jit.trace`,
+        transforms of torch.func, and what checkpointing computes again. Under reentrant checkpointing the
+        first pass runs without gradients, so there the recomputation counts.
         """
-        if not (module.training and torch.is_grad_enabled()) or self.rehearsing:
+        if not (module.training and torch.is_grad_enabled()) or self.rehearsing or torch._C._is_tracing():
             return False
         if torch._C._functorch.peek_interpreter_stack() is not None:  # such tensors have no values yet
             return False
@@ -142,7 +205,7 @@ class Watch:
     def is_first_pass(self, module: nn.Module) -> bool:
         """Whether this forward of `module` is not the repetition of one that counted."""
         recomputed = torch._C._current_graph_task_id() != -1
-        if self.due and not (recomputed and id(module) in self._forwarded):
+        if self.due and not self.recording and not (recomputed and id(module) in self._forwarded):
             self.begin_step()
         if not recomputed:
             self._forwarded.add(id(module))
@@ -176,6 +239,9 @@ class Watch:
         codes: Tensor | None = None, power_of_two: bool = False,
     ) -> None:
         """Adds the round trip of x [R, C] to the row of `series`."""
+        if self.recording:
+            self._record(series, x, element, scales=scales, codes=codes, power_of_two=power_of_two)
+            return
         row = self.rows.row(series)
         here = x.device == self.rows.device
         found = round_trip(x, element, series.scaling, scales=scales, codes=codes, rounding=series.rounding,
@@ -183,10 +249,36 @@ class Watch:
         if not here:
             row.add(found.to(self.rows.device))
 
+    def announce(self, series: Series) -> bool:
+        """Makes sure that `series` has a row. False, and said, where a capture is under way and none is left.
+        """
+        if self.recording and not self.rows.has_room(series):
+            self.unobserved(series.name, f"{series.role}: its first step is captured in a CUDA graph, where "
+                                         "no memory can be had; run a measured step before the capture")
+            return False
+        self.rows.row(series)
+        return True
+
     def largest(self, series: Series, column: int, value: Tensor) -> None:
         """Raises one of the maxes of `series` to `value`, float64 []."""
         cell = self.rows.row(series).maxes[column]
         torch.maximum(cell, value.to(cell.device, non_blocking=cell.is_cuda), out=cell)
+
+    def _record(self, series: Series, x: Tensor, element: Format, **how: Any) -> None:
+        """Puts a round trip into the CUDA graph that is captured; it acts where the flag is set."""
+        self.hides = True
+        if not takes_flag(x, element, series.scaling) or x.device != self.rows.device:
+            self.unobserved(series.name, f"{series.role} in {series.format}: not measured in CUDA graphs, "
+                                         "which takes a kernel")
+        elif self.announce(series):
+            with Relaxed():
+                round_trip(x, element, series.scaling, rounding=series.rounding, histogram=False,
+                           out=self.rows.row(series), flag=self.flag, **how)
+            self.recorded.add((series.module, series.role))
+            self.unobserved("CUDA graphs", "what they hold is measured as in steps that are not detailed: "
+                                           "columnwise tiles, histograms, errors of products, outlying "
+                                           "channels, attn_logit_bound and sentinels of routers are missing "
+                                           "there")
 
     def unobserved(self, name: str, reason: str) -> None:
         """`name` cannot be measured; said once per attach."""
@@ -212,6 +304,14 @@ class Watch:
                 found.append(ProbeEvent(kind="unobserved", step=step, name=name, text=reason))
                 self._unobserved[name, reason] = True
         return tuple(found)
+
+
+def _never() -> bool:
+    return False
+
+
+def _let_go(*kept: object) -> None:
+    """Nothing is left to do with what was kept."""
 
 
 def matrix(x: Tensor) -> Tensor:

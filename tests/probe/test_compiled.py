@@ -201,13 +201,16 @@ def test_a_model_may_be_compiled_before_the_probe_comes_and_go_on_after_it_left(
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_compiled_layers_in_plain_checkpointing_count_once(reentrant: bool) -> None:
-    """The recomputation runs the compiled region again, within the backward pass."""
+    """The recomputation runs the compiled region again, within the backward pass.
+
+    Not `fullgraph=True`: there torch 2.11 compiles what checkpointing does in Python until it hits its limit,
+    with a probe or without."""
     counter = counted()
     models = [network(Checkpointed) for _ in range(2)]
     for block in (block for model in models for block in model.modules() if isinstance(block, Checkpointed)):
         block.reentrant = reentrant
     for layer in (layer for layer in models[0].modules() if isinstance(layer, nn.Linear)):
-        layer.compile(backend=counter, fullgraph=True)
+        layer.compile(backend=counter)
 
     def call(x: Tensor, model: nn.Module) -> Any:
         return model(x.clone().requires_grad_())

@@ -73,9 +73,7 @@ def test_it_foretells_the_series_of_a_run(job: Callable[[], Job], formats: tuple
             torch.autograd.backward(loss())
             optimizer.step()
             optimizer.zero_grad()
-        rows = scope._watch.rows
-        memory = sum(part.nbytes for part in (rows._tables.counts, rows._tables.sums, rows._tables.maxes,
-                                              rows._tables.histogram))
+        memory = scope._watch.rows.bytes
     record = worker.record(1)
     assert record.layout is not None
     assert record.tables is not None

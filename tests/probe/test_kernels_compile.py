@@ -9,8 +9,10 @@ triton = pytest.importorskip("triton")
 
 @pytest.mark.parametrize(("capability", "packed"), [(89, False), (90, True)])
 @pytest.mark.parametrize("layout", ["_COLUMNS_ADJACENT", "_ROWS_ADJACENT"])
-def test_round_trip_compiles(capability: int, packed: bool, layout: str) -> None:
-    """Ada (8.9) cannot compare two 16-bit integers at once, Hopper can: each gets code that it runs."""
+@pytest.mark.parametrize("flagged", [False, True])
+def test_round_trip_compiles(capability: int, packed: bool, layout: str, flagged: bool) -> None:
+    """Ada (8.9) cannot compare two 16-bit integers at once, Hopper can: each gets code that it runs, also for
+    CUDA graphs (`flagged`)."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -20,12 +22,12 @@ def test_round_trip_compiles(capability: int, packed: bool, layout: str) -> None
     constants: dict[str, Any] = {
         "LARGEST": 448.0, "SUBNORMAL": 2.0**-9, "BAD": 0.01, "CODE": triton.language.float8e4nv,
         "BLOCK": False, "GIVEN": False, "CODED": False, "STOCHASTIC": False, "POWER_OF_TWO": False,
-        "HISTOGRAM": True, "EVEN": True, "PACKED": packed,
+        "HISTOGRAM": True, "EVEN": True, "PACKED": packed, "FLAGGED": flagged,
         "stride_r" if layout == "_ROWS_ADJACENT" else "stride_c": 1,
         **getattr(roundtrip_kernel, layout),
     }
     kinds = {"x_ptr": "*bf16", "scales_ptr": "*bf16", "codes_ptr": "*bf16", "ints_ptr": "*i32",
-             "reals_ptr": "*fp64", "stride_r": "i64", "stride_c": "i64"}
+             "flag_ptr": "*i32", "reals_ptr": "*fp64", "stride_r": "i64", "stride_c": "i64"}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     source = ASTSource(fn=kernel, signature=signature,
