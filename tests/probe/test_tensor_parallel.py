@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.spawn import spawn
 
@@ -25,11 +26,11 @@ def network(device: str) -> nn.Sequential:
     return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).to(device)
 
 
-def recorded(model: nn.Module, worker: MemoryWorker, device: str) -> Recorded:
-    """One step; all ranks have the same batch."""
-    batch = torch.randn(128, 256, generator=torch.Generator().manual_seed(1)).to(device)
+def recorded(model: nn.Module, worker: MemoryWorker, device: str, *, parts: int = 1) -> Recorded:
+    """One step; all ranks have the same batch, or each its part of it."""
+    batch = torch.randn(256, 256, generator=torch.Generator().manual_seed(1)).to(device)
     with Scope(model, (), worker=worker, every=1) as scope:
-        model(batch).square().mean().backward()
+        (model(batch.chunk(parts)[worker.rank % parts]).square().sum() / batch.numel()).backward()
         scope.step(0)
     record = worker.record(0)
     assert record.tables is not None
@@ -43,10 +44,16 @@ def train(rank: int, folder: str, device: str) -> None:
         torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store",
                             rank=rank, world_size=WORLD)
-    plan: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    model = parallelize_module(network(device), init_device_mesh(device, (WORLD,)), plan)
-    with open(f"{folder}/{rank}", "wb") as file:
-        pickle.dump(recorded(model, MemoryWorker(rank=rank, world=WORLD), device), file)
+    plans: dict[str, dict[str, Any]] = {
+        "sequences in parts": {"0": ColwiseParallel(input_layouts=Shard(0)),
+                               "2": RowwiseParallel(output_layouts=Shard(0))},
+        "replicated": {"0": ColwiseParallel(), "2": RowwiseParallel()},
+    }
+    for name, plan in plans.items():
+        model = parallelize_module(network(device), init_device_mesh(device, (WORLD,)), plan)
+        worker, parts = MemoryWorker(rank=rank, world=WORLD), WORLD if name != "replicated" else 1
+        with open(f"{folder}/{name} {rank}", "wb") as file:
+            pickle.dump(recorded(model, worker, device, parts=parts), file)
     compiled = MemoryWorker(rank=rank, world=WORLD)
     model.compile(backend="aot_eager", fullgraph=True)
     with Scope(model, (), worker=compiled, every=1) as scope:
@@ -62,18 +69,19 @@ def train(rank: int, folder: str, device: str) -> None:
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason="needs two CUDA devices")])])
 def test_a_tensor_parallel_model_has_the_numbers_of_one_process(device: str, tmp_path: Any) -> None:
-    """Shards add up; an activation or a gradient that both ranks hold counts once. Compiled, it trains on and
-    its layers are listed."""
+    """Shards add up; an activation or a gradient that both ranks hold counts once, also where it is gathered
+    while the hook looks at it. Compiled, the model trains on and its layers are listed."""
     spawn(train, args=(str(tmp_path), device), nprocs=WORLD)  # type: ignore[no-untyped-call]
-    ranks: list[Recorded] = [pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(WORLD)]
     tables, layout, events = recorded(network(device), MemoryWorker(), device)
-    merged = SumTables.zeros(len(layout.series))
-    for found, their_layout, their_events in ranks:
-        assert their_events == events == []
-        assert {s.key for s in their_layout.series} <= {s.key for s in layout.series}
-        merged.merge(found.to_layout(their_layout, layout))
-    for i, series in enumerate(layout.series):
-        assert merged.counts[i, 0] == tables.counts[i, 0], series
-        assert merged.sums[i].tolist() == pytest.approx(tables.sums[i].tolist(), rel=1e-2), series
-        amax = merged.maxes[i, 0].item()
-        assert amax == pytest.approx(tables.maxes[i, 0].item(), rel=1e-5), series
+    for plan in ("replicated", "sequences in parts"):
+        ranks: list[Recorded] = [pickle.loads((tmp_path / f"{plan} {i}").read_bytes()) for i in range(WORLD)]
+        merged = SumTables.zeros(len(layout.series))
+        for found, their_layout, their_events in ranks:
+            assert their_events == events == []
+            assert {s.key for s in their_layout.series} <= {s.key for s in layout.series}
+            merged.merge(found.to_layout(their_layout, layout))
+        for i, series in enumerate(layout.series):
+            assert merged.counts[i, 0] == tables.counts[i, 0], (plan, series)
+            assert merged.sums[i].tolist() == pytest.approx(tables.sums[i].tolist(), rel=1e-2), (plan, series)
+            amax = merged.maxes[i, 0].item()
+            assert amax == pytest.approx(tables.maxes[i, 0].item(), rel=1e-5), (plan, series)
