@@ -114,15 +114,13 @@ def plan_states(
                 yield Plan(series=series, light_bytes=0, detailed_bytes=size)
 
 
-def planned_rows(
-    model: nn.Module, optimizers: Iterable[Optimizer], recipes: tuple[Recipe, ...], device: torch.device
-) -> Rows:
-    """Rows for a scope; on a GPU all of them at once, as none can be made while a CUDA graph is captured."""
-    rows = Rows(device)
-    if device.type == "cuda":
-        plans = (*plan_layers(model, recipes, tokens=1), *plan_states(model, optimizers, recipes))
-        rows.reserve(len({plan.series.key for plan in plans}))
-    return rows
+def reserve_rows(watch: Watch, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """On a GPU, makes all rows at once: none can be made while a CUDA graph is captured."""
+    if watch.rows.device.type == "cuda":
+        with watch.guarded("rows"):
+            plans = (*plan_layers(model, watch.recipes, tokens=1),
+                     *plan_states(model, optimizers, watch.recipes))
+            watch.rows.reserve(len({plan.series.key for plan in plans}))
 
 
 def find_gaps(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Unobserved, ...]:

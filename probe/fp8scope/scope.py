@@ -38,10 +38,11 @@ from fp8scope.gaps import note_gaps
 from fp8scope.hooks import Removable, install
 from fp8scope.inert import InertObserver, can_report
 from fp8scope.part import Part, Rename
-from fp8scope.planned import planned_rows
+from fp8scope.planned import reserve_rows
 from fp8scope.precision import set_precision
 from fp8scope.root import install_roots
 from fp8scope.routers import install_routers
+from fp8scope.rows import Rows
 from fp8scope.scripting import answer_scripting
 from fp8scope.sentinels import Number, Sentinels
 from fp8scope.states import StateRecorder, measure_states
@@ -92,12 +93,13 @@ class Scope:
         """Whether any step has."""
         self._passed: list[CommandReport] = []
         """On commands that name no layer of this rank."""
-        device, recipes = device_of(model), parse_recipes(formats)
+        device = device_of(model)
         self._places = self._part.places(model)
         with torch.inference_mode(False):  # else no later step could add to the sums
-            rows = planned_rows(model, self._optimizers, recipes, device)
-            self._watch = Watch(rows, recipes=recipes, rank=worker.rank, world=worker.world)
+            self._watch = Watch(Rows(device), recipes=parse_recipes(formats),
+                                rank=worker.rank, world=worker.world)
             self._sentinels = Sentinels(device, world=worker.job, copies=self._copies)
+        reserve_rows(self._watch, model, self._optimizers)
         self._samples = Samples(self._watch, self._places)
         self._updates = Updates(self._watch, self._samples, self._sentinels)
         self._twins = Twins(self._watch, self._samples)
@@ -312,8 +314,8 @@ class Scope:
     def _is_captured(self, call: str) -> bool:
         """Whether a CUDA graph is being captured, of which `call` can be no part; that is said."""
         if self._watch.capturing():
-            self._watch.unobserved("step", f"scope.{call} was called while a CUDA graph was captured, which "
-                                           "has no effect: call it after each replay")
+            self._watch.unobserved("step", f"scope.{call} has no effect while a CUDA graph is captured: call "
+                                           "it after each replay")
             return True
         return False
 
