@@ -40,6 +40,9 @@ class Meter:
     def __init__(self) -> None:
         self.series: dict[str, list[float]] = {name: [] for name in LIMITS}
 
+    def sums(self, role: str, x: Tensor, *, policy: str) -> None:
+        """Reads x itself."""
+
     def tensor(
         self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str,
         power_of_two: bool = False,

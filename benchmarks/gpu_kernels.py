@@ -35,7 +35,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 SUM_TOLERANCE = 2e-6
 """Relative. Both add 128 fp32 numbers a tile, in another order: about 1e-7. `xe`, of mixed signs, is measured
 against sqrt(sum x^2 sum e^2)."""
-QUANTIZERS = ("quantize_tiles", "quantize_blocks", "quantize_tiles_both")
+QUANTIZERS = ("quantize_tiles", "quantize_blocks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +201,6 @@ def times(quick: bool) -> dict[str, Speed]:
     for name, source, function, moved in (
         ("quantize_tiles", x, "quantize_tiles", 3 * n + 4 * n // 128),
         ("quantize_tiles of x.t()", x.t(), "quantize_tiles", 3 * n + 4 * n // 128),
-        ("quantize_tiles_both", x, "quantize_tiles_both", 4 * n + 8 * n // 128),
         ("quantize_blocks", x, "quantize_blocks", 3 * n),
     ):
         kernel, torch_only = getattr(quantize_kernel, function), getattr(quantize, function)

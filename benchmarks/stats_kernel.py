@@ -6,6 +6,9 @@ Times `round_trip` of E4M3 under tile scales, of x and of x.t(), with and withou
 to `torch.linalg.vector_norm` (one read), a device copy, and the plain-torch reference. The share of read
 bandwidth is the time of `vector_norm` over that of the round trip.
 
+Then quantization: codes alone, codes with the sums of the round trip from the same kernel, and the kernels
+that make tiles of x and of x.t(). What sums add to quantization is the ratio of the first two.
+
 A graph run replays one CUDA graph over 2 GiB of distinct tensors, so nothing is found in the L2 cache and the
 host does not matter. An eager run is `triton.testing.do_bench`, allocations and launches included.
 """
@@ -22,13 +25,14 @@ import triton
 from torch import Tensor
 from triton.testing import do_bench
 
-from fp8scope import roundtrip, roundtrip_kernel
+from fp8scope import backend, quantize_kernel, roundtrip, tile_kernel
 from fp8scope.sums import RowSums
 from fp8scope_protocol.formats import E4M3
 
 SHAPES = [(8192, 4096), (16384, 8192), (32768, 16384)]
 GRAPH_BYTES = 2**31
 SCALING = "tile 1x128"
+CODES, CODES_AND_SUMS = "codes", "codes and sums"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +74,7 @@ def eager_us(function: Callable[[], object], quick: bool) -> float:
 
 def functions(row: RowSums, target: Tensor) -> dict[str, Callable[[Tensor], object]]:
     """What is timed, by name; each takes x."""
-    trip = partial(roundtrip_kernel.round_trip, element=E4M3, scaling=SCALING, out=row)
+    trip = partial(backend.round_trip, element=E4M3, scaling=SCALING, out=row)
     return {
         "vector_norm": torch.linalg.vector_norm,
         "copy": target.copy_,
@@ -78,6 +82,10 @@ def functions(row: RowSums, target: Tensor) -> dict[str, Callable[[Tensor], obje
         "round_trip of x.t(), no histogram": lambda x: trip(x.t(), histogram=False),
         "round_trip": trip,
         "round_trip of x.t()": lambda x: trip(x.t()),
+        CODES: partial(tile_kernel.quantize_tiles, element=E4M3),
+        CODES_AND_SUMS: partial(tile_kernel.quantize_tiles, element=E4M3, out=row),
+        "codes, quantize_kernel": partial(quantize_kernel.quantize_tiles, element=E4M3),
+        "codes of x.t(), quantize_kernel": lambda x: quantize_kernel.quantize_tiles(x.t(), E4M3),
     }
 
 
@@ -106,6 +114,15 @@ def show(found: list[Timing]) -> None:
         graph = "" if one.graph_us is None else f"{one.graph_us:.1f}"
         share = "" if one.share_of_read is None else f"{one.share_of_read:.0%}"
         print(f"{one.megabytes:5} {one.name:34} {graph:>9} {share:>8} {one.eager_us:9.1f}")
+    for size, added in sums_added(found).items():
+        print(f"{size:5} sums add {added:.0%} to the codes of the same kernel")
+
+
+def sums_added(found: list[Timing]) -> dict[int, float]:
+    """By MiB, what sums add to the time of quantization."""
+    times = {(one.megabytes, one.name): one.graph_us for one in found}
+    return {size: (times[size, CODES_AND_SUMS] or 0.0) / (times[size, CODES] or 1.0) - 1.0
+            for size in dict.fromkeys(one.megabytes for one in found)}
 
 
 def main() -> int:
@@ -122,7 +139,7 @@ def main() -> int:
     if arguments.json:
         machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
                    "triton": triton.__version__}
-        results = {"times": [asdict(one) for one in found]}
+        results = {"times": [asdict(one) for one in found], "sums added": sums_added(found)}
         print(json.dumps({"benchmark": "stats_kernel", "machine": machine, "results": results}))
     return 0
 

@@ -34,25 +34,25 @@ def quantize(x: Tensor, element: Format, scaling: str, *, scales: Tensor | None 
 
 
 def quantize_tiles(
-    x: Tensor, element: Format, *, scales: Tensor | None = None, power_of_two: bool = False
+    x: Tensor, element: Format, *, scales: Tensor | None = None, power_of_two: bool = False,
+    out: RowSums | None = None,
 ) -> Quantized:
-    """[1,128] tiles of x [R, C]; see `quantize.quantize_tiles`."""
-    if not runs_kernels(x, element):
-        return reference.quantize_tiles(x, element, scales=scales, power_of_two=power_of_two)
-    from fp8scope import quantize_kernel
+    """[1,128] tiles of x [R, C]; see `quantize.quantize_tiles`.
 
-    return quantize_kernel.quantize_tiles(x, element, scales=scales, power_of_two=power_of_two)
+    out: a row to which the round trip is added, but for the histogram; from the same kernel, where it fits.
+    """
+    if runs_kernels(x, element):
+        from fp8scope import quantize_kernel, tile_kernel
 
-
-def quantize_tiles_both(
-    x: Tensor, element: Format, *, power_of_two: bool = False
-) -> tuple[Quantized, Quantized]:
-    """[1,128] tiles of x [R, C] and of x.t(), on CUDA from one read."""
-    if not runs_kernels(x, element):
-        return reference.quantize_tiles_both(x, element, power_of_two=power_of_two)
-    from fp8scope import quantize_kernel
-
-    return quantize_kernel.quantize_tiles_both(x, element, power_of_two=power_of_two)
+        if scales is None and tile_kernel.fits(x, element, "tile 1x128"):
+            return tile_kernel.quantize_tiles(x, element, power_of_two=power_of_two, out=out)
+        q = quantize_kernel.quantize_tiles(x, element, scales=scales, power_of_two=power_of_two)
+    else:
+        q = reference.quantize_tiles(x, element, scales=scales, power_of_two=power_of_two)
+    if out is not None:
+        round_trip(x, element, "tile 1x128", scales=scales, power_of_two=power_of_two, histogram=False,
+                   out=out)
+    return q
 
 
 def quantize_blocks(
@@ -84,8 +84,12 @@ def round_trip(
     flag: int32 [1] on the device, for a CUDA graph: where it holds 0, a replay adds nothing. Only where
     `takes_flag`.
     """
-    twin = _round_trip_of(x, element, scaling)
     when = {} if flag is None else {"flag": flag}
+    if scales is codes is None and rounding == "nearest" and not histogram and _is_light(x, element, scaling):
+        from fp8scope import tile_kernel
+
+        return tile_kernel.round_trip(x, element, scaling, power_of_two=power_of_two, out=out, **when)
+    twin = _round_trip_of(x, element, scaling)
     return twin(x, element, scaling, scales=scales, codes=codes, rounding=rounding, power_of_two=power_of_two,
                 histogram=histogram, out=out, **when)
 
@@ -118,6 +122,15 @@ def squares(tensors: Sequence[Tensor]) -> Tensor:
 def runs_kernels(x: Tensor, element: Format) -> bool:
     """Whether x is where the kernels run, and they have the format."""
     return x.is_cuda and element.name in ("e4m3", "e5m2") and _has_casts(x.device)
+
+
+def _is_light(x: Tensor, element: Format, scaling: str) -> bool:
+    """Whether one read does, where neither scales, codes nor a histogram are asked for."""
+    if not runs_kernels(x, element):
+        return False
+    from fp8scope import tile_kernel
+
+    return tile_kernel.fits(x, element, scaling)
 
 
 def _round_trip_of(x: Tensor, element: Format, scaling: str) -> Callable[..., RowSums]:

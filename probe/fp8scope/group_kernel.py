@@ -41,7 +41,9 @@ _ELEMENT_COUNTS = tl.constexpr(7)  # of the counts; the others are of groups
 _ELEMENT_SUMS = tl.constexpr(6)
 
 _PROGRAM = 4096  # elements of x a program
-_PIECES = 1024  # pieces that a program of the last pass reads at a time
+_PIECES = 1024  # that a program of the last pass reads at a time, all of one group
+_FEW = 64  # pieces of a group that one thread adds up by itself
+_GROUPS = 128  # a program then
 
 @triton.jit
 def load_pieces(ptr: tl.tensor, first: tl.tensor, t: tl.tensor, R: tl.tensor, C: tl.tensor, N: tl.tensor,
@@ -206,14 +208,25 @@ def _groups_kernel(bits_ptr: tl.tensor, scales_ptr: tl.tensor, squares_ptr: tl.t
     across = tl.cdiv(T, wide)
     group_r, group_c = g // across, g % across
     x2 = tl.zeros([GROUPS], tl.float64)
-    e2 = x2
-    for start in range(0, high * wide, PIECES):
-        piece = start + tl.arange(0, PIECES)
-        r = group_r[:, None] * high + (piece // wide)[None, :]
-        c = group_c[:, None] * wide + (piece % wide)[None, :]
-        inside = (g[:, None] < groups) & (piece[None, :] < high * wide) & (r < R)
-        x2 += tl.sum(tl.load(squares_ptr + r * T + c, mask=inside, other=0.0), axis=1)
-        e2 += tl.sum(tl.load(squares_ptr + (r + R) * T + c, mask=inside, other=0.0), axis=1)
+    e2 = tl.zeros([GROUPS], tl.float64)
+    if GROUPS == 1:
+        many_x2, many_e2 = tl.zeros([PIECES], tl.float64), tl.zeros([PIECES], tl.float64)
+        top, left = tl.program_id(0).to(tl.int64) // across * high, tl.program_id(0) % across * wide
+        for start in range(0, high * wide, PIECES):
+            piece = start + tl.arange(0, PIECES)
+            at = (top + piece // wide) * T + left + piece % wide
+            inside = (piece < high * wide) & (top + piece // wide < R)
+            many_x2 += tl.load(squares_ptr + at, mask=inside, other=0.0)
+            many_e2 += tl.load(squares_ptr + R.to(tl.int64) * T + at, mask=inside, other=0.0)
+        x2 += tl.sum(many_x2, axis=0)
+        e2 += tl.sum(many_e2, axis=0)
+    else:
+        for k in range(0, high * wide):
+            r = group_r * high + k // wide
+            at = r * T + group_c * wide + k % wide
+            inside = (g < groups) & (r < R)
+            x2 += tl.load(squares_ptr + at, mask=inside, other=0.0)
+            e2 += tl.load(squares_ptr + R.to(tl.int64) * T + at, mask=inside, other=0.0)
     present = g < groups
     bits = tl.load(bits_ptr + g, mask=present, other=0)
     whole = bits < INFINITY
@@ -301,7 +314,7 @@ def round_trip(
             _groups_kernel[slots[1:]](
                 bits, used, squares, partials.ints, partials.reals, when, sum(slots), slots[0],
                 *plan.handed_on, bits.numel(), *used.stride(), plan.high, plan.groups.wide,
-                BAD=bad_block_error(element, groups), GROUPS=_PIECES // plan.at_once, PIECES=plan.at_once,
+                BAD=bad_block_error(element, groups), GROUPS=plan.at_once, PIECES=_PIECES,
                 **how)
     partials.merge_into(row, x, flag)
     return row
@@ -320,9 +333,10 @@ class _Plan:
         """Rows and columns of what the last pass reads."""
         self.high = triton.cdiv(groups.high, self.rows) if self.fold else groups.high
         """Rows of a group there."""
-        self.at_once = min(_PIECES, triton.next_power_of_2(self.high * groups.wide))
+        self.at_once = _GROUPS if self.high * groups.wide <= _FEW else 1
+        """Groups that a program of the last pass looks at."""
         n_groups = groups.shape[0] * groups.shape[1]
-        self.slots = (steps * groups.pieces[1], triton.cdiv(n_groups, _PIECES // self.at_once))
+        self.slots = (steps * groups.pieces[1], triton.cdiv(n_groups, self.at_once))
         """Programs of the last two passes."""
 
 

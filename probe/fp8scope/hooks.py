@@ -33,7 +33,7 @@ from fp8scope.layers import Layer, weight_of
 from fp8scope.nested import tensors_in
 from fp8scope.roundtrip import channel_outlier_ratio
 from fp8scope.sharding import is_first_copy, is_measured_here, unreadable
-from fp8scope.sums import MAX_COLUMNS
+from fp8scope.sums import MAX_COLUMNS, RowSums
 from fp8scope.transformer_engine import by_gemm
 from fp8scope.watch import Watch, matrix
 from fp8scope_protocol.formats import E4M3, Format
@@ -315,6 +315,15 @@ class InSituObserver(InertObserver):
             return self.probe.call.live
         watch = self.probe.watch
         return watch.measuring and not watch.rehearsing and torch._C._current_graph_task_id() != -1
+
+    def sums(self, role: str, x: Tensor, *, policy: str) -> RowSums | None:
+        """The row of x, unless more than the quantizer's sums is wanted of it, or only in some replays."""
+        watch = self.probe.watch
+        if watch.detailed or watch.recording or policy == "delayed" or x.device != watch.rows.device:
+            return None
+        with watch.guarded(self.probe.layer.name):
+            return watch.rows.row(self.probe.series(role, "rowwise", E4M3, "tile 1x128", policy))
+        return None
 
     def tensor(
         self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str,

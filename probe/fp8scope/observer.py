@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from fp8scope.gemm import WgradSample
+from fp8scope.sums import RowSums
 from fp8scope_protocol.commands import Precision
 
 
@@ -19,6 +20,12 @@ class LinearObserver(Protocol):
 
     active: bool
     """True only in sampled steps and outside of activation recomputation."""
+
+    def sums(self, role: str, x: Tensor, *, policy: str) -> RowSums | None:
+        """The row to which the quantizer adds the round trip of x [R, C] in [1,128] tiles, with current
+        scales and but for the histogram; `tensor` is then not told of it. None: the observer reads x itself.
+        """
+        return None
 
     def tensor(
         self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str,

@@ -122,14 +122,6 @@ def quantize_tiles(
     return quantize(x, element, "tile 1x128", scales=scales, power_of_two=power_of_two)
 
 
-def quantize_tiles_both(
-    x: Tensor, element: Format, *, power_of_two: bool = False
-) -> tuple[Quantized, Quantized]:
-    """Both orientations: [1,128] tiles of x [R, C], and of x.t() [C, R]."""
-    rowwise = quantize_tiles(x, element, power_of_two=power_of_two)
-    return rowwise, quantize_tiles(x.t(), element, power_of_two=power_of_two)
-
-
 def quantize_blocks(
     x: Tensor, element: Format, *, scales: Tensor | None = None, power_of_two: bool = False
 ) -> Quantized:

@@ -15,6 +15,9 @@ Layout. x [R, C] may have any strides; offsets are 64-bit, for tensors beyond 2^
 row-major. Tile scales are written with rows adjacent, [R, ceil(C / 128)] of strides (1, R): neighbouring
 threads own neighbouring rows, and block-scaled GEMMs take that layout. Block scales are row-major.
 
+Rejected: tiles of x and of x.t() from one read, [128,128] a program: 616 us at 256 MiB where two kernels take
+328, as every element is held for both.
+
 The casts need compute capability 8.9. Under TRITON_INTERPRET=1 the kernels run on CPU tensors; there some 2 %
 of values get a wrong code: where rounding up should carry into the exponent, it loses the carry.
 """
@@ -96,34 +99,6 @@ def _tiles_kernel(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor,
     tl.store(codes_ptr + rows[:, None] * C + columns[None, :], codes, mask=inside)
 
 
-@triton.jit
-def _both_kernel(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor,
-                 t_codes_ptr: tl.tensor, t_scales_ptr: tl.tensor, R: tl.tensor, C: tl.tensor,
-                 stride_r: tl.tensor, stride_c: tl.tensor,
-                 LARGEST: tl.constexpr, CODE: tl.constexpr, POWER_OF_TWO: tl.constexpr) -> None:
-    """One [128,128] block of x: its 128 row tiles, and its 128 column tiles as rows of the transpose."""
-    blocks = tl.cdiv(C, TILE)
-    i = (tl.program_id(0) // blocks).to(tl.int64)
-    j = (tl.program_id(0) % blocks).to(tl.int64)
-    rows = i * TILE + tl.arange(0, TILE)
-    columns = j * TILE + tl.arange(0, TILE)
-    inside = (rows[:, None] < R) & (columns[None, :] < C)
-    x = load_tile(x_ptr, rows, columns, R, C, stride_r, stride_c)
-    bits = magnitude_bits(x)
-
-    amax_bits = tl.max(bits, axis=1)
-    scale = scale_of(amax_bits, LARGEST, POWER_OF_TWO)
-    tl.store(scales_ptr + j * R + rows, scale, mask=rows < R)
-    codes = encode(x, scale[:, None], amax_bits[:, None], LARGEST, CODE)
-    tl.store(codes_ptr + rows[:, None] * C + columns[None, :], codes, mask=inside)
-
-    t_amax_bits = tl.max(bits, axis=0)
-    t_scale = scale_of(t_amax_bits, LARGEST, POWER_OF_TWO)
-    tl.store(t_scales_ptr + i * C + columns, t_scale, mask=columns < C)
-    t_codes = encode(x, t_scale[None, :], t_amax_bits[None, :], LARGEST, CODE)
-    tl.store(t_codes_ptr + columns[None, :] * R + rows[:, None], t_codes, mask=inside)
-
-
 @triton.jit(do_not_specialize=["scale_r", "scale_c"])
 def _blocks_kernel(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, R: tl.tensor, C: tl.tensor,
                    stride_r: tl.tensor, stride_c: tl.tensor, scale_r: tl.tensor, scale_c: tl.tensor,
@@ -164,25 +139,6 @@ def quantize_tiles(
                 GIVEN=scales is not None, ROWS=_TILE_ROWS, num_warps=4,
             )
     return Quantized(codes, used, "tile 1x128")
-
-
-def quantize_tiles_both(
-    x: Tensor, element: Format, *, power_of_two: bool = False
-) -> tuple[Quantized, Quantized]:
-    """Twin of `quantize.quantize_tiles_both`: x [R, C] and x.t() [C, R] from one read."""
-    check_matrix(x)
-    rows, columns = x.shape
-    row_blocks, column_blocks = triton.cdiv(rows, TILE_EDGE), triton.cdiv(columns, TILE_EDGE)
-    scales, t_scales = _rows_adjacent(x, rows, column_blocks), _rows_adjacent(x, columns, row_blocks)
-    codes, t_codes = _codes(x, rows, columns, element), _codes(x, columns, rows, element)
-    if x.numel():
-        with torch.cuda.device_of(x):
-            _both_kernel[(row_blocks * column_blocks,)](
-                x, codes.view(torch.uint8), scales, t_codes.view(torch.uint8), t_scales,
-                rows, columns, *x.stride(), LARGEST=element.largest, CODE=CODE_TYPES[element.name],
-                POWER_OF_TWO=power_of_two, num_warps=8,
-            )
-    return Quantized(codes, scales, "tile 1x128"), Quantized(t_codes, t_scales, "tile 1x128")
 
 
 def quantize_blocks(

@@ -46,6 +46,27 @@ def test_live_series_describe_what_the_layer_did() -> None:
     assert 0.02 < worker.metrics(0)["0", "activation", "rowwise"]["gemm_error"] < 0.06
 
 
+def test_a_light_step_has_the_sums_of_the_quantizer() -> None:
+    """Outside of detailed steps the quantizer measures what it quantizes, once, with the numbers of a round
+    trip; only what a light step measures is there."""
+    model, worker = model_of(Recipe(power_of_two=True)), MemoryWorker()
+    x = torch.randn(130, 128) * torch.exp(2 * torch.randn(130, 128))
+    with Scope(model, (), worker=worker, every=1, detail_every=2) as scope:
+        for step in range(2):
+            model(x).square().sum().backward()
+            scope.step(step)
+    record = worker.record(1)
+    assert record.layout is not None
+    assert record.tables is not None
+    of_first = {(s.role, s.orientation): i for i, s in enumerate(record.layout.series) if s.module == "0"}
+    wanted = round_trip(x, E4M3, "tile 1x128", power_of_two=True, histogram=False)
+    row = record.tables.row(of_first["activation", "rowwise"])
+    assert torch.equal(row.counts, wanted.counts)
+    assert torch.equal(row.sums, wanted.sums)
+    assert worker.metrics(1)["0", "gradient", "rowwise"]["calls"] == 1
+    assert worker.metrics(1)["0", "activation", "columnwise"]["elements"] == 0
+
+
 def test_shadow_goes_on_measuring() -> None:
     """A command sends the layer to BF16; its FP8 numbers go on, so that a return can be judged."""
     model, worker = model_of(), MemoryWorker()

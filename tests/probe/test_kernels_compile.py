@@ -1,4 +1,4 @@
-"""The round trip's kernel compiles for what it may meet. No GPU is needed: ptxas comes with Triton."""
+"""The round trip's kernels compile for what they may meet. No GPU is needed: ptxas comes with Triton."""
 
 from typing import Any
 
@@ -34,3 +34,31 @@ def test_round_trip_compiles(capability: int, packed: bool, layout: str, flagged
                        constexprs={(names.index(name),): value for name, value in constants.items()})
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 1})
     assert compiled.asm["cubin"]
+
+
+@pytest.mark.parametrize(("scaling", "summed", "coded", "flagged"), [
+    ("tile 1x128", True, False, False), ("tile 1x128", True, False, True), ("tile 1x128", False, True, False),
+    ("tile 1x128", True, True, False), ("block 128x128", True, False, False)])
+def test_tiles_compile(scaling: str, summed: bool, coded: bool, flagged: bool) -> None:
+    """For Hopper, reading 16 bytes a thread and load."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fp8scope import tile_kernel
+    from fp8scope_protocol.formats import E4M3
+
+    kernel = tile_kernel._tile_kernel
+    constants = tile_kernel._constants(E4M3, scaling, False, summed=summed, coded=coded,
+                                       flagged=flagged, compiled=True)
+    kinds = {"x_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32", "ints_ptr": "*i32",
+             "flag_ptr": "*i32", "reals_ptr": "*fp64"}
+    names = kernel.arg_names
+    assert list(constants) == names[-len(constants):]  # a launch hands them over in this order
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    aligned = [name for name in names if name in kinds or name == "stride"]
+    source = ASTSource(fn=kernel, signature=signature,
+                       constexprs={(names.index(name),): value for name, value in constants.items()},
+                       attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned})
+    options = {"num_warps": constants["ROWS"] // 16} | ({} if coded else {"maxnreg": tile_kernel._REGISTERS})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assert "ld.global.v4.b32" in ptx  # 16 bytes a thread and load

@@ -32,6 +32,9 @@ class Meter:
         self.distortion: list[float] = []
         self.gemm_error: list[float] = []
 
+    def sums(self, role: str, x: Tensor, *, policy: str) -> None:
+        """Reads x itself."""
+
     def tensor(
         self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str,
         power_of_two: bool = False,

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from fp8scope.gemm import WgradSample
 from fp8scope.observer import LinearObserver
 from fp8scope.quantize import Quantized
+from fp8scope.sums import RowSums
 from fp8scope_protocol.commands import Precision
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import TILE
@@ -45,6 +46,10 @@ class Call:
         """The observer, if it wants this call's operands."""
         wanted = self.observer is not None and self.precision != "bf16" and self.observer.active
         return self.observer if wanted else None
+
+    def sums(self, role: str, x: Tensor, *, policy: str) -> RowSums | None:
+        """Where the quantizer of x is to add its round trip, if anywhere."""
+        return None if (watcher := self.watcher) is None else watcher.sums(role, x, policy=policy)
 
 
 class Fp8Linear(nn.Linear):
@@ -148,17 +153,20 @@ class _BlockLinear(torch.autograd.Function):
 
 
 def _forward_fp8(ctx: Any, x: Tensor, weight: Tensor, call: Call) -> Tensor:
-    x_row, x_column = quantize_both(x, call.recipe, call.scale)
+    sums = call.sums("activation", x, policy=call.recipe.policy)
+    x_row, x_column = quantize_both(x, call.recipe, call.scale, sums=sums)
     w = quantize_weight(weight, call.recipe)
-    ctx.sample = _hand_over_forward(call, x, weight, x_row.scales, x_column.scales, w.scales)
+    ctx.sample = _hand_over_forward(call, x, weight, x_row.scales, x_column.scales, w.scales,
+                                    summed=sums is not None)
     ctx.save_for_backward(*x_column[:2], *w[:2])
     return gemm.fprop(x_row, w, dtype=x.dtype)
 
 
 def _backward_fp8(ctx: Any, dy: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
     x_codes, x_scales, w_codes, w_scales = ctx.saved_tensors
-    dy_row, dy_column = quantize_both(dy, call.recipe)
-    _hand_over_gradient(call, dy, dy_row.scales, dy_column.scales, ctx.sample)
+    sums = call.sums("gradient", dy, policy="current")
+    dy_row, dy_column = quantize_both(dy, call.recipe, sums=sums)
+    _hand_over_gradient(call, dy, dy_row.scales, dy_column.scales, ctx.sample, summed=sums is not None)
     dx = dw = None
     if ctx.needs_input_grad[0]:
         dx = gemm.dgrad(dy_row, Quantized(w_codes, w_scales, "block 128x128"), dtype=dy.dtype)
@@ -187,14 +195,16 @@ def _backward_bf16(ctx: Any, dy: Tensor, call: Call) -> tuple[Tensor | None, Ten
 
 
 def _hand_over_forward(
-    call: Call, x: Tensor, weight: Tensor, row_scales: Tensor, column_scales: Tensor, w_scales: Tensor
+    call: Call, x: Tensor, weight: Tensor, row_scales: Tensor, column_scales: Tensor, w_scales: Tensor, *,
+    summed: bool = False,
 ) -> WgradSample | None:
-    """Returns what the observer wants kept until backward."""
+    """Returns what the observer wants kept until backward. summed: the quantizer has measured x itself."""
     if (watcher := call.watcher) is None:
         return None
     policy, two = call.recipe.policy, call.recipe.power_of_two
     tile = {"scaling": "tile 1x128", "policy": policy}
-    watcher.tensor("activation", "rowwise", x, row_scales, **tile, power_of_two=two)
+    if not summed:
+        watcher.tensor("activation", "rowwise", x, row_scales, **tile, power_of_two=two)
     watcher.tensor("activation", "columnwise", x.t(), column_scales, **tile, power_of_two=two)
     watcher.tensor("weight", "rowwise", weight, w_scales, scaling="block 128x128", policy="current",
                    power_of_two=two)
@@ -203,13 +213,15 @@ def _hand_over_forward(
 
 
 def _hand_over_gradient(
-    call: Call, dy: Tensor, row_scales: Tensor, column_scales: Tensor, sample: WgradSample | None
+    call: Call, dy: Tensor, row_scales: Tensor, column_scales: Tensor, sample: WgradSample | None, *,
+    summed: bool = False,
 ) -> None:
     if (watcher := call.watcher) is None:
         return
     tile = {"scaling": "tile 1x128", "policy": "current"}
     two = call.recipe.power_of_two
-    watcher.tensor("gradient", "rowwise", dy, row_scales, **tile, power_of_two=two)
+    if not summed:
+        watcher.tensor("gradient", "rowwise", dy, row_scales, **tile, power_of_two=two)
     watcher.tensor("gradient", "columnwise", dy.t(), column_scales, **tile, power_of_two=two)
     if sample is not None:
         watcher.wgrad(dy, column_scales, sample)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp8scope import backend
 from fp8scope.quantize import Quantized, block_amax, scale_of, tile_amax
+from fp8scope.sums import RowSums
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import E4M3, SCALE_POLICIES, TILE
 from fp8scope_trainer.history import LONGEST
@@ -38,15 +39,16 @@ class Recipe:
             raise Invalid("margin", self.margin, "must be 0 to 8 bits; E4M3 has 17 from end to end")
 
 
-def quantize_both(x: Tensor, recipe: Recipe, scale: Tensor | None = None) -> tuple[Quantized, Quantized]:
+def quantize_both(
+    x: Tensor, recipe: Recipe, scale: Tensor | None = None, *, sums: RowSums | None = None
+) -> tuple[Quantized, Quantized]:
     """x [R, C] in tiles along its rows, and x.t() [C, R] in tiles along its columns.
 
-    `scale` [1, 1] is the delayed one, for every tile.
+    scale: the delayed one, [1, 1], for every tile. sums: to which the round trip of the former is added.
     """
-    if scale is None:
-        return backend.quantize_tiles_both(x, E4M3, power_of_two=recipe.power_of_two)
-    rows = backend.quantize_tiles(x, E4M3, scales=scale)
-    return rows, backend.quantize_tiles(x.t(), E4M3, scales=scale)
+    two = recipe.power_of_two and scale is None
+    rows = backend.quantize_tiles(x, E4M3, scales=scale, power_of_two=two, out=sums)
+    return rows, backend.quantize_tiles(x.t(), E4M3, scales=scale, power_of_two=two)
 
 
 def quantize_weight(weight: Tensor, recipe: Recipe) -> Quantized:
