@@ -28,15 +28,16 @@ from torch.utils.hooks import RemovableHandle
 from fp8scope.compiled import Key, trace_call
 from fp8scope.engine_operands import measure_engine
 from fp8scope.gemm import WgradSample, gemm_error, sample_columns, wgrad_row_error_max
-from fp8scope.inert import Inert, InertObserver
+from fp8scope.in_situ import InSituObserver
+from fp8scope.inert import Inert
 from fp8scope.layers import Layer, weight_of
 from fp8scope.nested import tensors_in
 from fp8scope.roundtrip import channel_outlier_ratio
 from fp8scope.sharding import is_first_copy, is_measured_here, unreadable
-from fp8scope.sums import MAX_COLUMNS, RowSums
+from fp8scope.sums import MAX_COLUMNS
 from fp8scope.transformer_engine import by_gemm
 from fp8scope.watch import Watch, matrix
-from fp8scope_protocol.formats import E4M3, Format
+from fp8scope_protocol.formats import Format
 from fp8scope_protocol.recipes import what_ifs
 from fp8scope_protocol.series import Series
 
@@ -300,76 +301,6 @@ class GradientHook(Inert):
                         probe.add_operand("gradient", part, gemm)
                 if self.sample is not None:
                     probe.add_wgrad_error(dy, self.sample)
-
-
-class InSituObserver(InertObserver):
-    """What a self-quantizing layer reports to: an `observer.LinearObserver`."""
-
-    def __init__(self, probe: LayerProbe) -> None:
-        self.probe = probe
-
-    @property
-    def active(self) -> bool:
-        """In a forward: as its pre-hook decided. In a backward: whether the step is measured."""
-        if self.probe.call.inside:
-            return self.probe.call.live
-        watch = self.probe.watch
-        return watch.measuring and not watch.rehearsing and torch._C._current_graph_task_id() != -1
-
-    def sums(self, role: str, x: Tensor, *, policy: str) -> RowSums | None:
-        """The row of x, unless more than the quantizer's sums is wanted of it, or only in some replays."""
-        watch = self.probe.watch
-        if watch.detailed or watch.recording or policy == "delayed" or x.device != watch.rows.device:
-            return None
-        with watch.guarded(self.probe.layer.name):
-            return watch.rows.row(self.probe.series(role, "rowwise", E4M3, "tile 1x128", policy))
-        return None
-
-    def tensor(
-        self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str,
-        power_of_two: bool = False,
-    ) -> None:
-        """One quantization with the scales that were used.
-
-        Outside of detailed steps current scales are computed again, to the same bits: x over one's own amax
-        is divided in fewer instructions than x over any scale.
-        """
-        probe, watch = self.probe, self.probe.watch
-        with watch.guarded(probe.layer.name):
-            if orientation == "columnwise" and not watch.detailed:
-                return
-            series = probe.series(role, orientation, E4M3, scaling, policy)
-            used = scales if policy == "delayed" or watch.detailed else None
-            if role == "weight":
-                probe.add_weight(series, x, E4M3, used, power_of_two=power_of_two)
-                return
-            x = matrix(x)
-            watch.measure(series, x, E4M3, scales=used, power_of_two=power_of_two)
-            if watch.detailed and (role, orientation) == ("activation", "rowwise"):
-                watch.largest(series, CHANNEL_OUTLIER, channel_outlier_ratio(x))
-
-    def gemm(self, x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor) -> None:
-        """The operands of the first forward of a detailed step."""
-        probe = self.probe
-        with probe.watch.guarded(probe.layer.name):
-            if probe.watch.detailed and probe.watch.once("gemm", probe.layer.name):
-                error = gemm_error(matrix(x), matrix(weight), E4M3, x_scales=x_scales,
-                                   weight_scales=weight_scales)
-                series = probe.series("activation", "rowwise", E4M3, "tile 1x128")
-                probe.watch.largest(series, GEMM_ERROR, error)
-
-    def sample(self, x: Tensor, column_scales: Tensor) -> WgradSample | None:
-        """What the call is to keep of x until its backward."""
-        with self.probe.watch.guarded(self.probe.layer.name):
-            return self.probe.add_sample(matrix(x), column_scales)
-        return None
-
-    def wgrad(self, dy: Tensor, column_scales: Tensor, sample: WgradSample) -> None:
-        """The operands of the wgrad of a call that kept a sample."""
-        with self.probe.watch.guarded(self.probe.layer.name):
-            series = self.probe.series("gradient", "columnwise", E4M3, "tile 1x128")
-            error = wgrad_row_error_max(matrix(dy), sample, E4M3, dy_scales=column_scales)
-            self.probe.watch.largest(series, WGRAD_ROW_ERROR, error)
 
 
 def _measure_inputs(probe: LayerProbe, module: nn.Module, inputs: Any) -> None:
