@@ -70,6 +70,12 @@ def check_switch(name: str, value: object) -> None:
         raise Invalid(name, value, "must be True or False")
 
 
+def check_rename(rename: object) -> None:
+    """Refuses what cannot be called, as a prefix cannot; what it returns is checked with the model."""
+    if rename is not None and not callable(rename):
+        raise Invalid("rename", rename, "must be a function from a name to a name, or None")
+
+
 def check_budget(budget: float | None) -> None:
     """Refuses what is no share of a job's time."""
     if budget is None:

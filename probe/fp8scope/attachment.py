@@ -19,6 +19,7 @@ from fp8scope.arguments import (
     bare_optimizers,
     check_arguments,
     check_budget,
+    check_rename,
     check_switch,
     check_unattached,
     format_names,
@@ -76,8 +77,7 @@ def attach(
     check_budget(budget)
     check_switch("resume", resume)
     check_switch("remote_control", remote_control)
-    if rename is not None and not callable(rename):
-        raise Invalid("rename", rename, "must be a function from a name to a name, or None")
+    check_rename(rename)
     every, detail_every = int(every), int(detail_every)
     check_unattached(model)
     warn_of_lonely_ranks()

@@ -5,7 +5,7 @@ logged, the first time with its traceback, and training goes on, without a probe
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, Required, TypedDict
 from torch import nn
 from torch.optim import Optimizer
 
-from fp8scope.arguments import check_arguments, check_budget, format_names
+from fp8scope.arguments import check_arguments, check_budget, check_rename, format_names
 from fp8scope.attachment import attach
 from fp8scope.scope import Scope
 from fp8scope.sentinels import Number
@@ -35,6 +35,7 @@ class AttachOptions(TypedDict, total=False):
     formats: Iterable[str]
     remote_control: bool
     budget: float | None
+    rename: Callable[[str], str] | None
 
 
 class HostedScope:
@@ -48,6 +49,7 @@ class HostedScope:
         given = call.arguments
         check_arguments(given["run"], given["every"], given["detail_every"], None, formats)
         check_budget(given["budget"])
+        check_rename(given["rename"])
         read_settings(**{name: call.arguments[name] for name in ("collector", "spool")})
         self._told = False
         self.scope: Scope | None = None

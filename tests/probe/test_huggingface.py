@@ -178,7 +178,8 @@ def test_no_fault_of_the_probe_reaches_training(
 
 
 @pytest.mark.parametrize("options", [{}, {"run": ""}, {"run": "a", "evry": 1}, {"run": "a", "every": 0},
-                                     {"run": "a", "start_step": 3}, {"run": "a", "collector": "ftp://x"}])
+                                     {"run": "a", "start_step": 3}, {"run": "a", "collector": "ftp://x"},
+                                     {"run": "a", "rename": "stage1."}])
 def test_wrong_options_are_refused_before_training(options: dict[str, Any]) -> None:
     """When the callback is made."""
     with pytest.raises((Invalid, TypeError)):
