@@ -24,7 +24,7 @@ class Launcher:
     ) -> None:
         """`programs` of the kernel on the device of the first argument, on its current stream.
 
-        constants: in the order of the kernel's signature; options: num_warps, maxnreg.
+        options: num_warps, maxnreg.
         """
         first = args[0]
         assert isinstance(first, Tensor)
@@ -40,7 +40,7 @@ class Launcher:
         self, programs: int, args: tuple[Tensor | int, ...], constants: dict[str, Any],
         options: dict[str, int],
     ) -> None:
-        values = tuple(constants.values())
+        values = tuple(constants[name] for name in self._kernel.arg_names[len(args):])
         key = (torch.cuda.current_device(), values, *map(_specialized, args))
         compiled = self._compiled.get(key)
         if compiled is None:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8scope.launch_kernel import Launcher
 from fp8scope.sums import COUNT_COLUMNS, MAX_COLUMNS, SUM_COLUMNS, RowSums
 from fp8scope_protocol.metrics import HISTOGRAM_BINS
 
@@ -37,10 +38,9 @@ class Partials:
 
     def merge_into(self, row: RowSums, x: Tensor, flag: Tensor | None = None) -> None:
         """Adds everything, one call and the elements of x to `row`, in place; nothing if `flag` holds 0."""
-        with torch.cuda.device_of(x):
-            _merge_kernel[(len(self.ints) + len(self.reals),)](
-                self.ints, self.reals, *row, self.ints if flag is None else flag, self.slots, x.numel(),
-                INTS=len(self.ints), CHUNK=_CHUNK, FLAGGED=flag is not None, num_warps=4)
+        _merge(len(self.ints) + len(self.reals), self.ints, self.reals, *row,
+               self.ints if flag is None else flag, self.slots, x.numel(), num_warps=4,
+               constants={"INTS": len(self.ints), "CHUNK": _CHUNK, "FLAGGED": flag is not None})
 
 
 @triton.jit(do_not_specialize=["slots", "elements"])
@@ -80,3 +80,6 @@ def _merge_kernel(ints_ptr: tl.tensor, reals_ptr: tl.tensor, counts_ptr: tl.tens
     if k == 0:
         tl.store(counts_ptr, tl.load(counts_ptr) + elements)
         tl.store(counts_ptr + 1, tl.load(counts_ptr + 1) + 1)
+
+
+_merge = Launcher(_merge_kernel)

@@ -1,6 +1,5 @@
 """Triton twin of `roundtrip.round_trip` for tiles and blocks: x comes from memory once, and nothing waits.
-
-Counts are equal to the reference's, sums agree to the rounding of fp32 (about 1e-7 of each tile's sum).
+What needs no histogram, scales or codes goes to `tile_kernel` where it fits, which is twice as quick.
 
 How it works. A program is one warp. It walks down `slabs` slabs of [ROWS, 128] and keeps its results in
 registers, so that reductions over threads and partial results (`partials_kernel`) are paid once a program.
@@ -14,15 +13,13 @@ Arithmetic bounds this kernel, so elements are spared what tiles can pay for:
 - Divisions. y = fma(x, r, x tail) with r = 1 / s and tail = (1 - s r) r. For bf16 and s = amax / 448 that is
   the IEEE quotient for every pair of significands (all 128 x 128 were tried), for any s it is not (11 of 2^30
   differ), so given scales, fp32 and E5M2 divide.
-- NaN, Inf and the largest: a slab with amax of 2^100 or more branches (`odd`), where 1 / s could be denormal.
+- NaN, Inf and amax of 2^100 or more, where 1 / s could be denormal: such a slab branches (`odd`).
 - Zero codes are half a subnormal or less, a tie going to 0: one subtraction counts them, without unpacking q.
-- The histogram is counted in bit planes (`histogram_kernel`), and can be left out.
 
 Ranges. As in the reference, each [1,128] tile is summed in fp32 on y / unit and its sums multiplied by
 (scale unit)^k in float64. `unit` is a power of two whose reciprocal is one too; current scales need none.
 
-Rejected: float atomics (other bits in every run); writing codes as well (+42 % on the quantizer, see
-docs/log.md); more threads a row (slower); capping registers on x.t() (2 to 3 times slower); log2 in float64.
+Rejected: float atomics (other bits in every run); more threads a row; capped registers on x.t().
 """
 
 import functools
@@ -33,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8scope.histogram_kernel import ALIASED, add_exponents, store_planes
+from fp8scope.launch_kernel import Launcher
 from fp8scope.partials_kernel import BINS, COUNTS, NOT_MEASURED, Partials
 from fp8scope.quantize import DTYPES
 from fp8scope.quantize_kernel import CODE_TYPES, INFINITY, TILE, check_matrix, magnitude_bits, scale_of
@@ -58,8 +56,7 @@ from fp8scope_protocol.formats import TILE as TILE_EDGE
 from fp8scope_protocol.formats import Format
 from fp8scope_protocol.metrics import HISTOGRAM_FIRST_EXPONENT
 
-SCALINGS = ("tile 1x128", "block 128x128")
-"""What the kernel groups by; the reference knows more."""
+SCALINGS = ("tile 1x128", "block 128x128")  # what the kernel groups by; the reference knows more
 
 _FIRST_EXPONENT = tl.constexpr(HISTOGRAM_FIRST_EXPONENT)
 _SLACK = tl.constexpr(SATURATION_SLACK)
@@ -379,17 +376,17 @@ def round_trip(
         used = x if scales is None else scales.float().expand(groups, tiles)
         given = x if codes is None else codes.view(torch.uint8)
         whole_rows = TILE_EDGE if block else layout["ROWS"]
-        with torch.cuda.device_of(x):
-            _round_trip_kernel[(slots,)](
-                x, used, given, partials.ints, partials.reals, partials.ints if flag is None else flag,
-                *x.shape, *x.stride(), *used.stride(), *given.stride(), slabs, LARGEST=element.largest,
-                SUBNORMAL=element.smallest_subnormal, CODE=CODE_TYPES[element.name], BLOCK=block,
-                BAD=BAD_BLOCK_FACTOR * 10.0 ** (-element.sqnr_floor_db / 10.0), GIVEN=scales is not None,
-                CODED=codes is not None, STOCHASTIC=rounding == "stochastic", POWER_OF_TWO=power_of_two,
-                HISTOGRAM=histogram, EVEN=x.shape[0] % whole_rows == 0 and x.shape[1] % TILE_EDGE == 0,
-                PACKED=x.is_cuda and x.dtype == torch.bfloat16 and packs(x.device), FLAGGED=flag is not None,
-                **layout, num_warps=1,
-            )
+        packed = x.is_cuda and x.dtype == torch.bfloat16 and packs(x.device)
+        _launch(
+            slots, x, used, given, partials.ints, partials.reals, partials.ints if flag is None else flag,
+            *x.shape, *x.stride(), *used.stride(), *given.stride(), slabs, num_warps=1,
+            constants={"LARGEST": element.largest, "SUBNORMAL": element.smallest_subnormal, "BLOCK": block,
+                       "BAD": BAD_BLOCK_FACTOR * 10.0 ** (-element.sqnr_floor_db / 10.0),
+                       "CODE": CODE_TYPES[element.name], "GIVEN": scales is not None,
+                       "CODED": codes is not None, "FLAGGED": flag is not None,
+                       "STOCHASTIC": rounding == "stochastic", "POWER_OF_TWO": power_of_two,
+                       "HISTOGRAM": histogram, "PACKED": packed, **layout,
+                       "EVEN": x.shape[0] % whole_rows == 0 and x.shape[1] % TILE_EDGE == 0})
     partials.merge_into(row, x, flag)
     return row
 
@@ -398,3 +395,6 @@ def round_trip(
 def _slabs(steps: int, tiles: int, resident: int, most: int) -> int:
     """Slabs a program, at most `most`: the fewest waves of `resident` programs, each dearer by its set-up."""
     return min(range(1, most + 1), key=lambda s: -(-(-(-steps // s) * tiles) // resident) * (s + 0.4))
+
+
+_launch = Launcher(_round_trip_kernel)

@@ -382,7 +382,7 @@ def _constants(
     element: Format, scaling: str, power_of_two: bool, *, summed: bool, coded: bool, flagged: bool,
     compiled: bool,
 ) -> dict[str, Any]:
-    """The kernel's constants, in the order of its signature."""
+    """The kernel's constants."""
     layout = _CODED if coded else _BLOCKS if scaling == "block 128x128" else _TILES
     return {
         "LARGEST": element.largest, "SUBNORMAL": element.smallest_subnormal,
