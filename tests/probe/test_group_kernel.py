@@ -154,11 +154,13 @@ def test_kernels_compile(
     options: dict[str, Any] = {
         "LARGEST": 127.0, "SUBNORMAL": 1.0, "MANTISSA": 7, "NORMAL": 134, "BAD": 0.01, "RULE": rule,
         "POWER_OF_TWO": False, "GIVEN": given, "CODED": given, "STOCHASTIC": False, "HISTOGRAM": True,
-        "FLAT": flat, "FOLD": not flat, "ROWS": 32, "W": 128, "GROUPS": 8, "PIECES": 128,
+        "FLAT": flat, "FOLD": not flat, "ROWS": 32, "W": 128, "GROUPS": 1 if flat else 128,
+        "PIECES": 128, "FLAGGED": False,
     }
     one = dict.fromkeys(ones, 1)
     kinds = {"x_ptr": f"*{dtype}", "codes_ptr": "*i8", "reals_ptr": "*fp64", "squares_ptr": "*fp64",
-             "scales_ptr": "*fp32", "ints_ptr": "*i32", "bits_ptr": "*i32", "stride_r": "i64", "N": "i64"}
+             "scales_ptr": "*fp32", "ints_ptr": "*i32", "bits_ptr": "*i32",
+             "flag_ptr": "*i32", "stride_r": "i64", "N": "i64"}
     for name in ("_amax_kernel", "_pieces_kernel", "_groups_kernel"):
         kernel = getattr(group_kernel, name)
         names = kernel.arg_names
