@@ -8,7 +8,8 @@ alternate with blocks without a probe, so that clocks and temperature fall on bo
 medians. The first step of a case (compilation) is in no figure. `plain torch` computes the statistics that
 TransformerEngine logs (underflows, scale range, mse) of the same 144 tensors with torch calls.
 
-Also counted, of the steps every=1 with all measurements: waits of the training thread for the GPU (under
+`light` steps are those between detailed ones, and the usual mixture of both is computed from what each
+takes. Also counted, of detailed steps: waits of the training thread for the GPU (under
 `torch.cuda.set_sync_debug_mode("error")`, and by name in a profiler trace), GPU memory per watched tensor,
 and the price of a hooked call off cadence beside an empty forward hook.
 """
@@ -37,6 +38,11 @@ from fp8scope_protocol.formats import E4M3
 
 SEQUENCE = 2048
 HEAD = 128
+DETAIL_EVERY = 32  # as `attach` does it unless told otherwise
+NEVER = 10**9
+SPEEDS = (
+    ("every step, light", 1, NEVER), ("every step, detailed", 1, 1), ("every tenth step, light", 10, NEVER),
+    ("off cadence", NEVER, NEVER))
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
 
 
@@ -284,30 +290,46 @@ def cases(options: argparse.Namespace, folder: str) -> dict[str, dict[str, float
         without, with_ = compared(job, attached, steps=steps, blocks=blocks)
         dearer = (with_ / without - 1) * 100
         found[name] = {"without ms": without * 1e3, "with ms": with_ * 1e3, "overhead %": dearer}
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"{name:46} {without * 1e3:8.2f} {with_ * 1e3:8.2f} {dearer:+8.2f} %", flush=True)
+        if leads():
+            print(f"{name:60} {without * 1e3:8.2f} {with_ * 1e3:8.2f} {dearer:+8.2f} %", flush=True)
+
+    def speeds(name: str, job: Job) -> None:
+        for speed, every, detail in SPEEDS:
+            case(f"{name}, {speed}", job, partial(probed, job, folder, every=every, detail_every=detail))
+        light, detailed, tenth, _ = (found[f"{name}, {speed}"]["overhead %"] for speed, *_ in SPEEDS)
+        extra = (detailed - light) / DETAIL_EVERY
+        for steps, mixed in (("every step", light + extra), ("every tenth step", tenth + extra / 10)):
+            count(f"{name}, {steps}, one in {DETAIL_EVERY} detailed", {"overhead %, computed": mixed})
+
+    def count(name: str, numbers: dict[str, float]) -> None:
+        found[name] = numbers
+        if leads():
+            print(f"{name:60}", {key: round(value, 2) for key, value in numbers.items()}, flush=True)
 
     for sharding in options.sharding:
         kind = "" if sharding == "none" else f", {sharding}"
-        job = Job(options, sharding=sharding)
-        for every, detail in ((1, 8), (1, 1), (10, 8), (10**9, 8)):
-            case(f"BF16 what-if{kind}, every {every}, detail {detail}", job,
-                 partial(probed, job, folder, every=every, detail_every=detail))
-        found[f"waits{kind}"] = waits(job, folder)
-        if sharding == "none":
-            case("BF16, statistics of TE in plain torch, every 1", job, partial(plain, job))
-            found["memory"] = memory(job, folder)
-        del job
-        torch.cuda.empty_cache()
-        if options.fp8:
-            job = Job(options, fp8=True, sharding=sharding)
-            for every, detail in ((1, 8), (1, 1), (10, 8)):
-                case(f"FP8 in situ{kind}, every {every}, detail {detail}", job,
-                     partial(probed, job, folder, every=every, detail_every=detail))
+        if "bf16" in options.models:
+            job = Job(options, sharding=sharding)
+            count(f"waits{kind}", waits(job, folder))
+            if sharding == "none":
+                count("memory", memory(job, folder))
+                count("off cadence", hook_cost(folder))
+            speeds(f"BF16 what-if{kind}", job)
+            if sharding == "none":
+                case("BF16, statistics of TE in plain torch, every step", job, partial(plain, job))
             del job
             torch.cuda.empty_cache()
-    found["off cadence"] = hook_cost(folder)
+        if "fp8" in options.models:
+            job = Job(options, fp8=True, sharding=sharding)
+            speeds(f"FP8 in situ{kind}", job)
+            del job
+            torch.cuda.empty_cache()
     return found
+
+
+def leads() -> bool:
+    """Whether this rank prints."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def read_options() -> argparse.Namespace:
@@ -317,7 +339,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=16_384)
-    parser.add_argument("--no-fp8", dest="fp8", action="store_false", help="leave out our FP8 layers")
+    parser.add_argument("--models", nargs="+", default=["bf16", "fp8"], choices=["bf16", "fp8"])
     parser.add_argument("--sharding", nargs="+", default=["none"], choices=["none", "ddp", "fsdp"])
     return parser.parse_args()
 
@@ -333,10 +355,7 @@ def main() -> int:
         dist.init_process_group("cpu:gloo,cuda:nccl")
     with tempfile.TemporaryDirectory() as folder:
         results = cases(options, folder)
-    for name, numbers in results.items():
-        if name.startswith(("waits", "memory", "off cadence")):
-            print(name, {key: round(value, 2) for key, value in numbers.items()})
-    if options.json:
+    if options.json and leads():
         machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {platform.machine()}"
         print(json.dumps({"benchmark": "probe_overhead", "machine": machine, "results": results}))
     return 0

@@ -42,7 +42,7 @@ def attach(
     *,
     run: str,
     every: int = 10,
-    detail_every: int = 8,
+    detail_every: int = 32,
     collector: str | None = None,
     spool: str | Path | None = None,
     resume: bool = False,

@@ -175,7 +175,7 @@ class Diagnosis:
 
 def diagnose(
     model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] = (), *, formats: Iterable[str] = ("e4m3",),
-    every: int = 10, detail_every: int = 8, tokens: int = 8192, bandwidth: float = BANDWIDTH,
+    every: int = 10, detail_every: int = 32, tokens: int = 8192, bandwidth: float = BANDWIDTH,
 ) -> Diagnosis:
     """What `attach` with the same arguments would measure on one rank that has all of `model`.
 

@@ -83,7 +83,7 @@ def _parser() -> _Parser:
     add("target", metavar="MODULE:FUNCTION", help="returns a model, or a model and its optimizer(s)")
     add("--formats", default="e4m3", help="what-ifs, separated by commas (e4m3)")
     add("--every", type=int, default=10, help="steps between measurements (10)")
-    add("--detail-every", type=int, default=8, help="of these, every how manieth is in detail (8)")
+    add("--detail-every", type=int, default=32, help="of these, every how manieth is in detail (32)")
     add("--tokens", type=int, default=8192, help="rows of each activation, a step and rank (8192)")
     add("--bandwidth", type=float, default=BANDWIDTH / 1e9, help="GB/s that it reads at (1000: an H200)")
     add("--meta", action="store_true", help="build on the meta device, without memory")
