@@ -188,6 +188,8 @@ def plain(job: Job) -> Iterator[None]:
 
 def waits(job: Job, folder: str) -> dict[str, float]:
     """Waits of the training thread in two steps, bare and measured; an error if torch itself sees one."""
+    for _ in range(12):  # DDP times its first ten steps, and waits for that
+        job.step()
     bare = traced(job)
     with probed(job, folder, every=1, detail_every=1):
         for _ in range(3):

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from fp8scope.compiled import Key, trace_call
@@ -199,11 +199,15 @@ class ForwardPreHook(Inert):
 
     def __init__(self, probe: LayerProbe) -> None:
         self.probe = probe
+        self.watch = probe.watch
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        probe = self.probe
-        if torch.compiler.is_compiling() or not probe.watch.attends():  # compiled: see TracedHook
+        if is_compiling():  # see TracedHook
             return
+        watch = self.watch
+        if watch.idle and not (watch.recording or watch.asks_capturing()):  # as `attends`, in one call less
+            return
+        probe = self.probe
         counts = probe.watch.counts(module)
         if not probe.watch.measuring:
             return

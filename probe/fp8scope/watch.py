@@ -112,7 +112,9 @@ class Watch:
         """Whether layers were captured: replays of their graph run no hooks."""
         self.recorded: set[tuple[str, str]] = set()
         """(layer, role) of what is measured in CUDA graphs."""
-        self._is_capturing = torch.cuda.is_current_stream_capturing if rows.device.type == "cuda" else _never
+        self.asks_capturing: Callable[[], bool] = (
+            torch.cuda.is_current_stream_capturing if rows.device.type == "cuda" else bool)  # bool() is False
+        """Whether a CUDA graph is being captured; `capturing` also takes note of it."""
         self._once_outside: set[tuple[str, ...]] = set()
         """`_once` of the step, during a capture."""
         self._details = 0
@@ -179,7 +181,7 @@ class Watch:
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured, so that kernels launched now run when it is replayed."""
-        now = self._is_capturing()
+        now = self.asks_capturing()
         if now != self.recording:
             self.recording, self.captured = now, True
             self._once, self._once_outside = (set(), self._once) if now else (self._once_outside, set())
@@ -304,10 +306,6 @@ class Watch:
                 found.append(ProbeEvent(kind="unobserved", step=step, name=name, text=reason))
                 self._unobserved[name, reason] = True
         return tuple(found)
-
-
-def _never() -> bool:
-    return False
 
 
 def _let_go(*kept: object) -> None:
