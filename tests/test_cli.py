@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from fp8scope.cli import COMMANDS
+from fp8scope_protocol.errors import Invalid
+from fp8scope_server.up import port_of
 
 
 def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -59,6 +61,18 @@ def test_a_port_in_use_names_the_port_and_the_option(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith(f"fp8scope up: port = {port}: cannot listen there")
     assert "--port" in done.stderr
+
+
+def test_ports_come_from_the_option_the_environment_or_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this order; what is no port is refused by the variable's name."""
+    monkeypatch.delenv("FP8SCOPE_PORT", raising=False)
+    assert port_of(None, "FP8SCOPE_PORT", 8050) == 8050
+    monkeypatch.setenv("FP8SCOPE_PORT", "9000")
+    assert port_of(None, "FP8SCOPE_PORT", 8050) == 9000
+    assert port_of(9001, "FP8SCOPE_PORT", 8050) == 9001
+    monkeypatch.setenv("FP8SCOPE_PORT", "-1")
+    with pytest.raises(Invalid, match="FP8SCOPE_PORT = '-1'"):
+        port_of(None, "FP8SCOPE_PORT", 8050)
 
 
 def test_a_home_that_cannot_be_written_is_one_line() -> None:

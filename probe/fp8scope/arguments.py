@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable
 from numbers import Integral, Real
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -90,7 +91,10 @@ def is_whole(n: object, *, least: int) -> bool:
 
 
 def check_unattached(model: nn.Module) -> None:
-    """Refuses a model that has a probe: its layers can report to one only."""
+    """Refuses a model that has a probe, whose layers can report to one only, and one that runs no hooks."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise Invalid("model", type(model).__name__,
+                      "is compiled by torch.jit, which runs no hooks; attach to the module it was made of")
     for name, module in model.named_modules():
         if any(isinstance(hook, Inert) for hook in module._forward_pre_hooks.values()):
             raise Invalid("model", name or type(model).__name__, "has a probe already; close its scope first")

@@ -85,8 +85,8 @@ class SizeHook(Inert):
 
 def _pair(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     for names in PAIRS:
-        q, k = (module._modules.get(name) for name in names)
-        if q is not None and k is not None:
+        q, k = (getattr(module, name, None) for name in names)
+        if isinstance(q, nn.Module) and isinstance(k, nn.Module):
             return q, k
     return None
 

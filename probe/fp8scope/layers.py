@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -110,7 +111,10 @@ def weight_of(module: nn.Module) -> Tensor | None:
 
 def matrix_of(module: nn.Module, key: str) -> Tensor | None:
     """A weight as it lies there. A parametrized one is a property that computes, which may draw random
-    numbers or, for spectral norm, move the job's own buffers: it is left alone."""
+    numbers or, for spectral norm, move the job's own buffers: it is left alone; so are those of what
+    torch.jit has compiled, which runs no hooks."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
     weight = module._parameters.get(key, vars(module).get(key))
     return weight if isinstance(weight, Tensor) else None
 

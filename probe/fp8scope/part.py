@@ -56,10 +56,13 @@ class Part:
     def holding(self, model: nn.Module) -> Holding:
         """What `model` holds; `Invalid` if `rename` gives two layers one name, or none that can be used."""
         layers = self.layers(model)
+        for layer in layers:
+            if not isinstance(layer.name, str):
+                raise Invalid("rename", layer.name, "must return the name of a layer, a text")
         for name, times in Counter(layer.name for layer in layers).items():
             if times > 1:
                 raise Invalid("rename", name, f"must give each layer its own name; {times} have this one")
-            if not isinstance(name, str) or not 0 < len(name) <= NAME_LIMIT or not name.isprintable():
+            if not 0 < len(name) <= NAME_LIMIT or not name.isprintable():
                 raise Invalid("rename", name, f"must return 1 to {NAME_LIMIT} printable characters")
         parameters = (place.name for place in self.places(model).values())
         return Holding(

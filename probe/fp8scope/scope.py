@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fp8scope.arguments import bare, check_unattached, is_whole
+from fp8scope.arguments import bare, check_switch, check_unattached, is_whole
 from fp8scope.attention import install_attention
 from fp8scope.capture import Relaxed
 from fp8scope.fidelity import Loss, measure_fidelity
@@ -165,11 +165,11 @@ class Scope:
 
     def step(self, n: int | None = None, *, skipped: bool = False, **values: Number) -> None:
         """Closes step `n` (None: the current one), after the optimizer's step or in its place if `skipped`.
-
         From the first call on only these calls close steps. Further arguments are those of `log`.
         """
         if n is not None and not is_whole(n, least=0):
             raise Invalid("n", n, "must be a step number, 0 or more, or None for the current step")
+        check_switch("skipped", skipped)
         if self._closed or self._is_captured("step"):
             return
         self.log(**values)

@@ -254,6 +254,8 @@ class Sentinels:
     def _scalar(self, name: str, value: Number) -> Tensor:
         """What a job says, as float64 [] on the device; `Invalid` if it is not one number."""
         try:
+            if isinstance(value, Tensor) and value.is_complex():
+                raise TypeError
             return self._number(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else value

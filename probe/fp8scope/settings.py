@@ -44,7 +44,8 @@ class ProbeSettings:
 
     def __post_init__(self) -> None:
         if self.collector != OFFLINE and not _is_address(self.collector):
-            raise Invalid("collector", self.collector, f"must be http(s)://HOST[:PORT], or {OFFLINE!r}")
+            raise Invalid("collector", _without_user(self.collector),
+                          f"must be http(s)://HOST[:PORT][/PATH], or {OFFLINE!r}; tokens: FP8SCOPE_TOKEN")
         if not isinstance(self.spool, Path):
             raise Invalid("spool", self.spool, "must be a folder")
         for name, least in (("spool_bytes", 2**16), ("queue_bytes", 2**16)):
@@ -82,9 +83,16 @@ def read_settings(environment: Mapping[str, str] = os.environ, **given: Any) -> 
 def _is_address(text: Any) -> bool:
     try:
         parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        plain = not (parts.username or parts.password or parts.query or parts.fragment)
+        return plain and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except (AttributeError, TypeError, ValueError):  # no text, half an IPv6 address, a port that is none
         return False
+
+
+def _without_user(address: Any) -> Any:
+    """What may be shown of an address: it is written to logs."""
+    before, at, after = str(address).rpartition("@")
+    return f"{before.partition('//')[0]}//...@{after}" if at else address
 
 
 _PARSERS: dict[Any, Any] = {str: str, int: int, float: float, Path: Path}

@@ -23,7 +23,7 @@ from fp8scope_protocol.rules import Clause, Condition, Rule
 from fp8scope_server.children import Child
 from fp8scope_server.reader import Reader
 from fp8scope_server.story import read_story
-from fp8scope_server.up import Services, raise_on_terminate, services, wait_for_interrupt
+from fp8scope_server.up import Services, add_ports, ports, raise_on_terminate, services, wait_for_interrupt
 
 DEFAULT_STEPS = 110
 CONTROL_EVERY = 5
@@ -138,8 +138,7 @@ def _parser() -> argparse.ArgumentParser:
                         help="end after the story; exit code 0 only if all of it happened")
     parser.add_argument("--json", action="store_true", help="print the summary as one line of JSON")
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help=f"per run ({DEFAULT_STEPS})")
-    parser.add_argument("--port", type=int, default=8050, help="of the collector (8050)")
-    parser.add_argument("--dashboard-port", type=int, default=8051, help="of the dashboard (8051)")
+    add_ports(parser)
     return parser
 
 
@@ -149,7 +148,7 @@ def main(argv: list[str]) -> int:
     plan = DemoPlan(steps=options.steps)
     console = Console(stderr=True)
     raise_on_terminate()
-    with services(port=options.port, dashboard_port=options.dashboard_port) as found:
+    with services(**ports(options)) as found:
         console.print(f"dashboard  {found.login}\ncollector  {found.collector}", soft_wrap=True)
         missing = perform(plan, found, console=console, json=options.json)
         if options.no_serve:

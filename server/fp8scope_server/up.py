@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import os
 import signal
 import socket
 import threading
@@ -82,6 +83,28 @@ def raise_on_terminate() -> None:
         signal.signal(number, signal.default_int_handler)
 
 
+def add_ports(parser: argparse.ArgumentParser) -> None:
+    """The options for where the services listen, on loopback."""
+    parser.add_argument("--port", type=int, help="of the collector (FP8SCOPE_PORT, 8050)")
+    parser.add_argument("--dashboard-port", type=int, help="of the dashboard (FP8SCOPE_DASHBOARD_PORT, 8051)")
+
+
+def ports(options: argparse.Namespace) -> dict[str, int]:
+    """What `services` takes of those options."""
+    return {"port": port_of(options.port, "FP8SCOPE_PORT", 8050),
+            "dashboard_port": port_of(options.dashboard_port, "FP8SCOPE_DASHBOARD_PORT", 8051)}
+
+
+def port_of(given: int | None, variable: str, default: int) -> int:
+    """The port that an option gives, else an environment variable, else `default`."""
+    text = os.environ.get(variable, "")
+    if given is not None or not text:
+        return default if given is None else given
+    if not text.isdecimal():
+        raise Invalid(variable, text, "must be 1 to 65535")
+    return int(text)
+
+
 def _check_free(name: str, port: int) -> None:
     if not 0 < port < 65536:
         raise Invalid(name, port, "must be 1 to 65535")
@@ -112,11 +135,10 @@ def _wait(child: Child, url: str) -> None:
 def main(argv: list[str]) -> int:
     """Entry of `fp8scope up`."""
     parser = argparse.ArgumentParser(prog="fp8scope up", description=__doc__)
-    parser.add_argument("--port", type=int, default=8050, help="of the collector (8050)")
-    parser.add_argument("--dashboard-port", type=int, default=8051, help="of the dashboard (8051)")
+    add_ports(parser)
     options = parser.parse_args(argv)
     raise_on_terminate()
-    with services(port=options.port, dashboard_port=options.dashboard_port) as found:
+    with services(**ports(options)) as found:
         print(f"dashboard  {found.login}\ncollector  {found.collector}\nCtrl-C ends both", flush=True)
         wait_for_interrupt(found.children)
     return 0

@@ -121,6 +121,31 @@ def test_p10_loss_scaling_changes_no_verdict() -> None:
         assert scaled["distortion"] == pytest.approx(plain["distortion"], rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_scripted_model_is_refused_and_a_scripted_part_is_not() -> None:
+    """torch.jit runs no hooks of Python in what it compiled: the message says where to attach instead."""
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    with pytest.raises(Invalid, match="compiled by"):
+        fp8scope.attach(scripted, run="r", collector="offline")
+    model, worker = nn.Sequential(nn.Linear(8, 8), scripted), MemoryWorker()
+    with Scope(model, (), worker=worker, every=1) as scope:
+        model(torch.ones(2, 8)).sum().backward()
+        scope.step(0)
+    assert worker.metrics(0)["0", "activation", "rowwise"]["elements"] == 16
+
+
+@pytest.mark.parametrize(("values", "said"), [({"skipped": "no"}, "skipped = 'no'"),
+                                              ({"loss": torch.tensor(1j)}, "one real number")])
+def test_a_step_says_what_it_cannot_work_with(values: dict[str, Any], said: str) -> None:
+    """A text for a switch, a complex loss: named at the call, and the scope goes on."""
+    worker = MemoryWorker()
+    with Scope(nn.Linear(8, 8), (), worker=worker, every=1) as scope:
+        with pytest.raises(Invalid, match=said):
+            scope.step(0, **values)
+        scope.step(0)
+    assert worker.record(0).step == 0
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 def test_p10_a_step_skipped_inside_a_fused_optimizer_is_marked(explicit: bool) -> None:
     """P10: fused ones unscale and skip by themselves, so their hooks fire all the same. Their parameters and

@@ -346,5 +346,8 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
         read_settings({"FP8SCOPE_EXIT_SECONDS": "soon"})
     with pytest.raises(Invalid, match="collector = 'ftp://x'"):
         read_settings({"FP8SCOPE_COLLECTOR": "ftp://x"})
+    with pytest.raises(Invalid, match=r"//\.\.\.@host") as refused:
+        read_settings({"FP8SCOPE_COLLECTOR": "http://user:secret@host:1"})
+    assert "secret" not in str(refused.value)
     with pytest.raises(Invalid, match="exit_seconds = -1"):
         read_settings({"FP8SCOPE_EXIT_SECONDS": "-1"})
