@@ -80,12 +80,3 @@ def test_a_token_file_without_a_token_is_named(
         access.ensure_token()
     assert [path.name for path in tmp_path.iterdir()] == ["token"]
     assert (tmp_path / "token").read_bytes() == content
-
-
-@pytest.mark.parametrize("token", ["a b", "a\nb", "\u00e9"])
-def test_a_token_that_no_header_can_carry_is_refused(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named by its variable, and not shown."""
-    monkeypatch.setenv("FP8SCOPE_TOKEN", token)
-    with pytest.raises(Invalid, match="FP8SCOPE_TOKEN") as refused:
-        access.read_token()
-    assert token not in str(refused.value)
