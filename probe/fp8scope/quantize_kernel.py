@@ -16,7 +16,7 @@ row-major. Tile scales are written with rows adjacent, [R, ceil(C / 128)] of str
 threads own neighbouring rows, and block-scaled GEMMs take that layout. Block scales are row-major.
 
 Rejected: tiles of x and of x.t() from one read, [128,128] a program: 616 us at 256 MiB where two kernels take
-328, as every element is held for both.
+328 (docs/decisions/0011).
 
 The casts need compute capability 8.9. Under TRITON_INTERPRET=1 the kernels run on CPU tensors; there some 2 %
 of values get a wrong code: where rounding up should carry into the exponent, it loses the carry.

@@ -23,7 +23,7 @@ zeros, NaN, Inf and magnitudes of 2^100 and more, where 1 / s could be denormal,
 that reads the slab again. Branches inside of the sums cost a tenth of the speed.
 
 Rejected, with their share of the read bandwidth at 256 MiB where this form has 88 %: four threads a tile
-(77 %), no cap on registers (83 %), a cap of 112 (54 %), of 96 (76 %).
+(77 %), no cap on registers (83 %), a cap of 112 (63 %), of 96 (76 %).
 """
 
 import functools
