@@ -28,21 +28,17 @@ from torch.utils.hooks import RemovableHandle
 from fp8scope.compiled import Key, trace_call
 from fp8scope.engine_operands import measure_engine
 from fp8scope.gemm import WgradSample, gemm_error, sample_columns, wgrad_row_error_max
-from fp8scope.in_situ import InSituObserver
+from fp8scope.in_situ import CHANNEL_OUTLIER, GEMM_ERROR, WGRAD_ROW_ERROR, InSituObserver
 from fp8scope.inert import Inert
 from fp8scope.layers import Layer, weight_of
 from fp8scope.nested import tensors_in
 from fp8scope.roundtrip import channel_outlier_ratio
 from fp8scope.sharding import is_first_copy, is_measured_here, unreadable
-from fp8scope.sums import MAX_COLUMNS
 from fp8scope.transformer_engine import by_gemm
 from fp8scope.watch import Watch, matrix
 from fp8scope_protocol.formats import Format
 from fp8scope_protocol.recipes import what_ifs
 from fp8scope_protocol.series import Series
-
-CHANNEL_OUTLIER, GEMM_ERROR = MAX_COLUMNS.index("channel_outlier"), MAX_COLUMNS.index("gemm_error")
-WGRAD_ROW_ERROR = MAX_COLUMNS.index("wgrad_row_error")
 
 
 class Removable(Protocol):
