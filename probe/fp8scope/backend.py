@@ -42,8 +42,12 @@ def quantize_tiles(
     out: a row to which the round trip is added, but for the histogram; from the same kernel, where it fits.
     """
     if runs_kernels(x, element):
-        from fp8scope import quantize_kernel, tile_kernel
+        from fp8scope import pack_kernel, quantize_kernel, tile_kernel
 
+        if scales is None and out is None:
+            packed = pack_kernel.quantize_tiles(x, element, power_of_two=power_of_two)
+            if packed is not None:
+                return packed
         if scales is None and tile_kernel.fits(x, element, "tile 1x128"):
             return tile_kernel.quantize_tiles(x, element, power_of_two=power_of_two, out=out)
         q = quantize_kernel.quantize_tiles(x, element, scales=scales, power_of_two=power_of_two)
@@ -61,8 +65,12 @@ def quantize_blocks(
     """[128,128] blocks of x [R, C]; see `quantize.quantize_blocks`."""
     if not runs_kernels(x, element):
         return reference.quantize_blocks(x, element, scales=scales, power_of_two=power_of_two)
-    from fp8scope import quantize_kernel
+    from fp8scope import pack_kernel, quantize_kernel
 
+    if scales is None:
+        packed = pack_kernel.quantize_blocks(x, element, power_of_two=power_of_two)
+        if packed is not None:
+            return packed
     return quantize_kernel.quantize_blocks(x, element, scales=scales, power_of_two=power_of_two)
 
 

@@ -64,6 +64,16 @@ def pair_min(a: tl.tensor, b: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def max_of_pairs(pairs: tl.tensor, axis: tl.constexpr, ASM: tl.constexpr) -> tl.tensor:
+    """The greater of either half along an axis."""
+    if ASM:
+        most = tl.reduce(pairs, axis, _max_asm)
+    else:  # the interpreter reduces by a function of ours element by element
+        most = (tl.max(upper(pairs), axis=axis) << 16) | tl.max(pairs & LOW, axis=axis)
+    return most
+
+
+@triton.jit
 def extremes(high: tl.tensor, low: tl.tensor, ASM: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Maxima and minima [ROWS, LANES, n] of pairs of magnitudes -> the greatest and the least a row, [ROWS].
 
@@ -106,6 +116,13 @@ def round_pair(y: tl.tensor, z: tl.tensor, LARGEST: tl.constexpr, MANTISSA: tl.c
         p, q = round_to_code(y, LARGEST, MANTISSA, NORMAL), round_to_code(z, LARGEST, MANTISSA, NORMAL)
         both = _code(p, y, CODE) | (_code(q, z, CODE) << 8)
     return p, q, both
+
+
+@triton.jit
+def code_of(y: tl.tensor, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, NORMAL: tl.constexpr,
+            CODE: tl.constexpr) -> tl.tensor:
+    """The code of y, within the range of the format, as int16; for Triton's interpreter."""
+    return _code(round_to_code(y, LARGEST, MANTISSA, NORMAL), y, CODE)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from torch import Tensor
 from fp8scope.quantize import Quantized, dequantize, quantize_blocks, quantize_tiles
 from fp8scope_protocol.formats import E4M3
 from fp8scope_trainer import gemm
+from fp8scope_trainer.transpose import transposed
 
 SHAPES = [(128, 256, 384), (132, 640, 512), (7, 128, 128), (300, 384, 640)]
 """(tokens, out features, in features); 384 and 640 have K/128 = 3 and 5, no multiples of 4."""
@@ -54,7 +55,7 @@ def test_scale_layouts_are_accepted_by_torch(m: int, n: int, k: int) -> None:
     w = Quantized(codes(n, k), torch.empty(n // 128, k // 128, device="meta"), "block 128x128")
     dy = Quantized(codes(m, n), torch.empty(m, n // 128, device="meta"), "tile 1x128")
     y = gemm._by_block(x, w.codes.t(), w.scales, torch.bfloat16)
-    dx = gemm._by_block(dy, gemm._transposed(w.codes).t(), w.scales.t(), torch.bfloat16)
+    dx = gemm._by_block(dy, transposed(w.codes).t(), w.scales.t(), torch.bfloat16)
     assert (y.shape, dx.shape) == ((m, n), (m, k))
 
 

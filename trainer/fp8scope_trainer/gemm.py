@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8scope.quantize import Quantized, dequantize
+from fp8scope_trainer.transpose import transposed
 
 TILE = 128
 HOPPER = 9
@@ -40,19 +41,22 @@ def dgrad(dy: Quantized, weight: Quantized, *, dtype: torch.dtype) -> Tensor:
     """dX [M, K] in `dtype` from dy [M, N] in tiles and weight [N, K] in blocks."""
     if not _native(dy.codes):
         return (dequantize(dy) @ dequantize(weight)).to(dtype)
-    return _by_block(dy, _transposed(weight.codes).t(), weight.scales.t(), dtype)
+    return _by_block(dy, transposed(weight.codes).t(), weight.scales.t(), dtype)
 
 
-def wgrad(dy_t: Quantized, x_t: Quantized) -> Tensor:
-    """dW [N, K] in fp32 from dy_t [N, M] and x_t [K, M], both in tiles along the tokens."""
+def wgrad(dy_t: Quantized, x_t: Quantized, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """dW [N, K] in `dtype` from dy_t [N, M] and x_t [K, M], both in tiles along the tokens.
+
+    The sum is in fp32 and rounded once.
+    """
     if not _native(dy_t.codes):
-        return dequantize(dy_t) @ dequantize(x_t).t()
+        return (dequantize(dy_t) @ dequantize(x_t).t()).to(dtype)
     tokens = -dy_t.codes.shape[1] % TILE
     a, b = _pad(dy_t.codes, columns=tokens), _pad(x_t.codes, columns=tokens)
     return F.scaled_mm(
         a, b.t(), _outer_major(dy_t.scales), F.ScalingType.BlockWise1x128,
         _outer_major(x_t.scales), F.ScalingType.BlockWise1x128,
-        output_dtype=torch.float32, use_fast_accum=False,
+        output_dtype=dtype, use_fast_accum=False,
     )
 
 
@@ -71,7 +75,9 @@ def _native(codes: Tensor) -> bool:
 def _by_block(a: Quantized, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
     """a [M, S] in tiles times b [S, C], column-major, in blocks with scales b_scales [C/128, S/128]."""
     rows = a.codes.shape[0]
-    codes, scales = _pad(a.codes, rows=-rows % 4), F.pad(a.scales, (0, 0, 0, -rows % 4), value=1.0)
+    codes, scales = _pad(a.codes, rows=-rows % 4), a.scales
+    if rows % 4:
+        scales = F.pad(scales, (0, 0, 0, -rows % 4), value=1.0)
     return F.scaled_mm(
         codes, b, _outer_major(scales), F.ScalingType.BlockWise1x128,
         _padded_to_four(b_scales), F.ScalingType.BlockWise128x128,
@@ -89,10 +95,8 @@ def _padded_to_four(scales: Tensor) -> Tensor:
     return F.pad(scales, (0, -scales.shape[1] % 4), value=1.0).contiguous().t()
 
 
-def _transposed(codes: Tensor) -> Tensor:
-    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
-
-
 def _pad(codes: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:
     """Codes with zero rows below and zero columns to the right, row-major."""
+    if not rows and not columns:
+        return codes
     return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).contiguous().view(codes.dtype)

@@ -171,7 +171,7 @@ def _backward_fp8(ctx: Any, dy: Tensor, call: Call) -> tuple[Tensor | None, Tens
     if ctx.needs_input_grad[0]:
         dx = gemm.dgrad(dy_row, Quantized(w_codes, w_scales, "block 128x128"), dtype=dy.dtype)
     if ctx.needs_input_grad[1]:
-        dw = gemm.wgrad(dy_column, Quantized(x_codes, x_scales, "tile 1x128"))
+        dw = gemm.wgrad(dy_column, Quantized(x_codes, x_scales, "tile 1x128"), dtype=ctx.weight_dtype)
     return dx, dw
 
 

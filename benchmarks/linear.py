@@ -1,0 +1,163 @@
+"""An FP8 linear against BF16: forward and backward, quantization included, and what its quantizers reach.
+
+    python benchmarks/linear.py [--quick] [--json]
+
+First the kernels beside a device copy of the same tensor: the share of the copy's bandwidth that each
+reaches with the bytes it must move.
+
+Then whole layers, of bf16 parameters and without a bias: `nn.Linear`, ours, and torchao's where it is
+installed. The calls alternate, so that clocks and temperature fall on all; a figure is the median, a ratio
+the time of `nn.Linear` over that of the layer. The GEMMs alone are ours without quantization: the ceiling.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8scope import backend
+from fp8scope.quantize import Quantized
+from fp8scope_protocol.formats import E4M3
+from fp8scope_trainer import gemm
+from fp8scope_trainer.linear import Fp8Linear
+from fp8scope_trainer.recipe import Recipe
+from fp8scope_trainer.transpose import transposed
+
+SIZES = ((16384, 8192, 8192), (16384, 4096, 4096))
+"""Tokens, in features, out features."""
+
+
+def time_us(call: Callable[[], object]) -> float:
+    """One call, on the device, the host ahead of it by an empty kernel of its own."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return 1e3 * float(start.elapsed_time(end))
+
+
+def alternating_us(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The median of each, in turns."""
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(time_us(call))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def quantizers(tokens: int, width: int, rounds: int) -> dict[str, Any]:
+    """Share of the bandwidth of a copy by kernel, of x [tokens, width] in bf16."""
+    x = torch.randn(tokens, width, device="cuda").bfloat16()
+    target, codes = torch.empty_like(x), torch.randint(0, 256, x.shape, dtype=torch.uint8, device="cuda")
+    calls: dict[str, Callable[[], object]] = {
+        "copy": lambda: target.copy_(x),
+        "tiles": lambda: backend.quantize_tiles(x, E4M3),
+        "tiles of x.t()": lambda: backend.quantize_tiles(x.t(), E4M3),
+        "blocks": lambda: backend.quantize_blocks(x, E4M3),
+        "transpose of codes": lambda: transposed(codes),
+        "t().contiguous() of codes": lambda: codes.t().contiguous(),
+    }
+    us = alternating_us(calls, rounds)
+    moved = {name: x.nbytes * (2.0 if name == "copy" else 1.0 if "of codes" in name else 1.5) for name in us}
+    copied = moved["copy"] / us["copy"]
+    return {name: {"us": round(us[name], 1), "of copy": round(moved[name] / us[name] / copied, 3)}
+            for name in us}
+
+
+def layers(width: int, out: int) -> dict[str, nn.Module]:
+    """By name; each has parameters of its own."""
+    def bare() -> nn.Linear:
+        return nn.Linear(width, out, bias=False, device="cuda", dtype=torch.bfloat16)
+
+    found: dict[str, nn.Module] = {
+        "BF16": bare(),
+        "ours, block": Fp8Linear.from_linear(bare(), recipe=Recipe()),
+    }
+    return found | peers(bare)
+
+
+def peers(bare: Callable[[], nn.Linear]) -> dict[str, nn.Module]:
+    """torchao's float8 linear, compiled, where it is installed: tensorwise and rowwise."""
+    try:
+        from torchao.float8 import (  # type: ignore[import-untyped]
+            Float8LinearConfig,
+            convert_to_float8_training,
+        )
+    except ImportError:
+        return {}
+    found: dict[str, nn.Module] = {}
+    for recipe in ("tensorwise", "rowwise"):
+        whole = nn.Sequential(bare())
+        convert_to_float8_training(whole, config=Float8LinearConfig.from_recipe_name(recipe))
+        found[f"torchao, {recipe}, compiled"] = torch.compile(whole)  # type: ignore[assignment]
+    return found
+
+
+def train(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
+    """Forward and backward."""
+    x.grad = None
+    layer.zero_grad()
+    layer(x).backward(dy)
+
+
+def gemms(x: Quantized, w: Quantized, dy: Quantized, x_t: Quantized, dy_t: Quantized, turned: Tensor) -> None:
+    """The three products of operands that are there; the transpose of the weight is, too."""
+    gemm.fprop(x, w, dtype=torch.bfloat16)
+    gemm._by_block(dy, turned.t(), w.scales.t(), torch.bfloat16)
+    gemm.wgrad(dy_t, x_t, dtype=torch.bfloat16)
+
+
+def linear(tokens: int, width: int, out: int, rounds: int) -> dict[str, Any]:
+    """Median times in microseconds, and how many times quicker than BF16."""
+    torch.manual_seed(0)
+    x = torch.randn(tokens, width, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn(tokens, out, device="cuda").bfloat16()
+    calls: dict[str, Callable[[], object]] = {
+        name: partial(train, layer, x, dy) for name, layer in layers(width, out).items()}
+    with torch.no_grad():
+        w = backend.quantize_blocks(torch.randn(out, width, device="cuda").bfloat16(), E4M3)
+        tiles = [backend.quantize_tiles(one, E4M3) for one in (x, dy, x.t(), dy.t())]
+    calls["the three GEMMs alone"] = partial(
+        gemms, tiles[0], w, tiles[1], tiles[2], tiles[3], transposed(w.codes))
+    us = alternating_us(calls, rounds)
+    return {name: {"us": round(one, 1), "times BF16": round(us["BF16"] / one, 3)} for name, one in us.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="11 rounds instead of 41")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON in the last line")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        print("linear: needs a CUDA device of compute capability 9.0", file=sys.stderr)
+        return 2
+    rounds = 11 if arguments.quick else 41
+    results: dict[str, Any] = {}
+    for tokens, width, out in SIZES:
+        results[f"kernels {tokens}x{width}"] = quantizers(tokens, width, rounds)
+        results[f"linear {tokens}x{width}x{out}"] = linear(tokens, width, out, rounds)
+    for title, rows in results.items():
+        print(title)
+        for name, row in rows.items():
+            print(f"  {name:32} {row}")
+    if arguments.json:
+        machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {platform.machine()}"
+        print(json.dumps({"benchmark": "linear", "machine": machine, "results": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
