@@ -61,7 +61,8 @@ def attach(
     collector: address, or `offline`; else FP8SCOPE_COLLECTOR, else http://127.0.0.1:8050.
     start_step: number of the first step; None takes it from the optimizer's state, which is 0 for a new run.
     formats: measured as what-ifs in layers that do not quantize by themselves and in optimizer states; each
-        a format, or `format/scaling` to replace its usual scalings (see `recipes.usual_scaling`).
+        a format, or `format/scaling` to replace its usual scalings (see `recipes.usual_scaling`). Every
+        further one costs as much again.
     remote_control: whether the collector may change the precision of layers.
     budget: share of the job's time that measuring may take; beyond it `every` grows. None: it never does.
     rename: from the name of a layer or parameter in `model` to its name in the whole, where other ranks have
