@@ -88,6 +88,7 @@ class Cadence:
     def _would_take(self, every: int) -> float:
         return self._costs.overhead(every) or 0.0
 
-    def _change(self, every: int, why: str) -> Change:
+    def _change(self, every: int, why: str) -> Change | None:
+        """None where it was so already: a further sign in a close look only makes it longer."""
         before, self.every = self.every, every
-        return Change(every=every, why=f"every {before} -> {every}, {why}")
+        return None if every == before else Change(every=every, why=f"every {before} -> {every}, {why}")

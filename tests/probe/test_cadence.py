@@ -177,6 +177,16 @@ def test_a_bad_sign_is_looked_at_closely(sentinel: str) -> None:
     assert changes[105].every == 10
 
 
+def test_a_second_sign_makes_a_close_look_longer_and_is_no_change() -> None:
+    """Another sentinel goes bad while every step is measured anyway: that is no event "every 1 -> 1"."""
+    cadence, found = Cadence(10, close_steps=5), []
+    for step in range(70):
+        bad = {"nonfinite_count": 1.0} if step == 50 else {"update_max": math.inf} if step == 53 else {}
+        if (change := cadence.judge(step, StepTime(), HEALTHY | bad, alert=False)) is not None:
+            found.append((step, change.every))
+    assert found == [(50, 1), (58, 10)]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_is_a_bad_sign(value: float) -> None:
     """Whatever a sentinel is used to."""

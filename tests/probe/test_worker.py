@@ -265,9 +265,9 @@ def test_an_alert_at_the_collector_keeps_the_cadence(open_worker: Opener, peer: 
     until(lambda: worker._alert())
     assert play(range(1, 60)) == []
     (peer.folder / "alert").unlink()
-    assert play(range(60, 61)) == []
+    calm = play(range(60, 61))  # answers to earlier steps may say already that it is over
     until(lambda: not worker._alert())
-    assert [every for _, every in play(range(61, 120))] == [16]
+    assert [every for _, every in calm + play(range(61, 120))] == [16]
 
 
 def test_without_remote_control_nothing_is_asked(open_worker: Opener, peer: Any) -> None:
