@@ -4,6 +4,8 @@ import logging
 import os
 from collections.abc import Iterable
 from numbers import Integral, Real
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,15 +17,24 @@ from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.recipes import parse_recipe
 from fp8scope_protocol.wire import check_run
 
+T = TypeVar("T")
 LOG = logging.getLogger("fp8scope")
 
+MOST_WRAPPERS = 16
+"""One around the other; an object may also hold itself, or make up attributes without an end."""
 LARGEST = 2**53
 """Of steps and of counts of steps: what JSON and the collector keep exactly."""
 
 
 def bare(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside the wrappers of Accelerate, Lightning and others, which have no step hooks."""
-    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+    for _ in range(MOST_WRAPPERS):
+        try:
+            inner = getattr(optimizer, "optimizer", None)
+        except Exception:  # a class of somebody else's, which is no optimizer
+            break
+        if inner is None:
+            break
         optimizer = inner
     if not isinstance(optimizer, Optimizer):
         raise Invalid("optimizers", type(optimizer).__name__, "must be a torch.optim.Optimizer, or wrap one")
@@ -35,7 +46,7 @@ def bare(optimizer: Optimizer) -> Optimizer:
 
 def bare_optimizers(given: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...]:
     """Each one's inside, once: an optimizer may be given beside its wrapper or its scheduler."""
-    many = given if isinstance(given, Iterable) else (given,)
+    many = _listed("optimizers", given) if isinstance(given, Iterable) else (given,)
     return tuple({id(one): one for one in map(bare, many)}.values())
 
 
@@ -43,7 +54,18 @@ def format_names(formats: Iterable[str]) -> tuple[str, ...]:
     """Each name once; a single one may stand for itself."""
     if not isinstance(formats, Iterable):
         raise Invalid("formats", formats, "must be names of formats")
-    return (formats,) if isinstance(formats, str) else tuple(dict.fromkeys(formats))
+    names = (formats,) if isinstance(formats, str) else _listed("formats", formats)
+    for name in names:
+        if not isinstance(name, str):
+            raise Invalid("formats", name, "must be names of formats")
+    return tuple(dict.fromkeys(names))
+
+
+def _listed(field: str, given: Iterable[T]) -> tuple[T, ...]:
+    try:
+        return tuple(given)
+    except Exception as error:
+        raise Invalid(field, type(given).__name__, f"must be a list; this one raised {error!r}") from error
 
 
 def check_arguments(
@@ -60,9 +82,21 @@ def check_arguments(
     if not formats:
         raise Invalid("formats", formats, "must name at least one format")
     for name in formats:
-        if not isinstance(name, str):
-            raise Invalid("formats", name, "must be names of formats")
         parse_recipe(name)
+
+
+def check_places(collector: object, spool: object) -> None:
+    """Refuses what is no text, before anything is asked of it, and a folder that no system can name."""
+    if not isinstance(collector, str | None):
+        raise Invalid("collector", collector, "must be a text, an address or offline, or None")
+    if not isinstance(spool, str | Path | None):
+        raise Invalid("spool", spool, "must be a folder")
+    try:
+        named = b"\0" not in os.fsencode(spool or "")
+    except UnicodeEncodeError:
+        named = False
+    if not named:
+        raise Invalid("spool", spool, "must be a folder that the system can name")
 
 
 def check_switch(name: str, value: object) -> None:

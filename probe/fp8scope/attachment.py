@@ -19,6 +19,7 @@ from fp8scope.arguments import (
     bare_optimizers,
     check_arguments,
     check_budget,
+    check_places,
     check_rename,
     check_switch,
     check_unattached,
@@ -27,7 +28,7 @@ from fp8scope.arguments import (
 )
 from fp8scope.cadence import Cadence
 from fp8scope.part import Part
-from fp8scope.ranks import join_ranks
+from fp8scope.ranks import declining, join_ranks, leaving
 from fp8scope.scope import Scope, device_of
 from fp8scope.settings import read_settings
 from fp8scope.worker import Worker
@@ -70,21 +71,24 @@ def attach(
 
     A model that has a probe is refused: its layers can report to one only.
     """
-    if not isinstance(model, nn.Module):
-        raise Invalid("model", type(model).__name__, "must be a torch.nn.Module")
-    given = bare_optimizers(optimizers)
-    names = format_names(formats)
-    check_arguments(run, every, detail_every, start_step, names)
-    check_budget(budget)
-    check_switch("resume", resume)
-    check_switch("remote_control", remote_control)
-    check_rename(rename)
+    with declining():
+        if not isinstance(model, nn.Module):
+            raise Invalid("model", type(model).__name__, "must be a torch.nn.Module")
+        given = bare_optimizers(optimizers)
+        names = format_names(formats)
+        check_arguments(run, every, detail_every, start_step, names)
+        check_budget(budget)
+        check_switch("resume", resume)
+        check_switch("remote_control", remote_control)
+        check_rename(rename)
+        check_places(collector, spool)
+        check_unattached(model)
+        warn_of_lonely_ranks()
+        settings = read_settings(collector=collector, spool=spool)
+        token = read_token()
+        first = _first_step(given) if start_step is None else int(start_step)
+        holding = Part(rename).holding(model)
     every, detail_every = int(every), int(detail_every)
-    check_unattached(model)
-    warn_of_lonely_ranks()
-    settings = read_settings(collector=collector, spool=spool)
-    first = _first_step(given) if start_step is None else int(start_step)
-    holding = Part(rename).holding(model)
     ranks = join_ranks(
         repr((run, every, detail_every, names, remote_control, resume, first, budget, settings.close_steps)),
         holding, handshake_seconds=settings.handshake_seconds, reduce_seconds=settings.reduce_seconds,
@@ -95,9 +99,14 @@ def attach(
         unobserved=ranks.holding.unobserved, facts=_facts(model, given),
     )
     cadence = Cadence(every, detail_every=detail_every, budget=budget, close_steps=settings.close_steps)
-    worker = Worker(hello, ranks=ranks, settings=settings, token=read_token(), cadence=cadence)
-    return Scope(model, given, worker=worker, every=every, detail_every=detail_every, formats=names,
-                 start_step=first, rename=rename)
+    with leaving(ranks):
+        worker = Worker(hello, ranks=ranks, settings=settings, token=token, cadence=cadence)
+    try:
+        return Scope(model, given, worker=worker, every=every, detail_every=detail_every, formats=names,
+                     start_step=first, rename=rename)
+    except Exception:
+        worker.close()  # it tells the other ranks
+        raise
 
 
 def _first_step(optimizers: tuple[Optimizer, ...]) -> int:

@@ -22,13 +22,29 @@ def alone(name: str) -> tuple[int, ...]:
     return (0,)
 
 
+def _checked(rename: Rename) -> Rename:
+    """`rename`, which raises `Invalid` where it fails, or returns what no series can be called."""
+    def checked(name: str) -> str:
+        try:
+            given: object = rename(name)
+        except Exception as error:
+            rule = f"must return a name in the whole model; it raised {type(error).__name__}: {error}"
+            raise Invalid("rename", name, rule) from error
+        if not isinstance(given, str):
+            raise Invalid("rename", given, "must return the name of a layer or parameter, a text")
+        if not 0 < len(given) <= NAME_LIMIT or not given.isprintable():
+            raise Invalid("rename", given, f"must return 1 to {NAME_LIMIT} printable characters")
+        return given
+    return checked
+
+
 class Part:
     """`rename` maps a name in this model to the one in the whole; `holders` tells which ranks hold it."""
 
     def __init__(
         self, rename: Rename | None = None, holders: Holders = alone, *, first_depth: int = 0
     ) -> None:
-        self.rename = rename or str
+        self.rename = str if rename is None else _checked(rename)
         self._holders = holders
         self._first_depth = first_depth
 
@@ -56,15 +72,11 @@ class Part:
     def holding(self, model: nn.Module) -> Holding:
         """What `model` holds; `Invalid` if `rename` gives two layers one name, or none that can be used."""
         layers = self.layers(model)
-        for layer in layers:
-            if not isinstance(layer.name, str):
-                raise Invalid("rename", layer.name, "must return the name of a layer, a text")
-        for name, times in Counter(layer.name for layer in layers).items():
-            if times > 1:
-                raise Invalid("rename", name, f"must give each layer its own name; {times} have this one")
-            if not 0 < len(name) <= NAME_LIMIT or not name.isprintable():
-                raise Invalid("rename", name, f"must return 1 to {NAME_LIMIT} printable characters")
-        parameters = (place.name for place in self.places(model).values())
+        parameters = [place.name for place in self.places(model).values()]
+        for kind, names in (("layer", [layer.name for layer in layers]), ("parameter", parameters)):
+            for name, times in Counter(names).items():
+                if times > 1:
+                    raise Invalid("rename", name, f"must give each {kind} its own name; {times} have this one")
         return Holding(
             names=tuple(sorted({layer.name for layer in layers} | set(parameters))),
             depth=sum(1 for _ in model.modules()),

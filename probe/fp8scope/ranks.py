@@ -16,7 +16,8 @@ import hashlib
 import time
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import msgspec
@@ -28,6 +29,8 @@ from fp8scope.producer import Holding, Producer, find_producers, unite
 
 KEY = "fp8scope"
 TOGETHER = "together"
+LONGEST_REASON = 500
+"""Of a rank that cannot attach, in characters."""
 LOOK_SECONDS = 0.02
 """Pause between two looks at the store; `Store.wait` would print a C++ stack when it times out."""
 
@@ -71,6 +74,43 @@ class Ranks:
         self.job.leave()
 
 
+@contextmanager
+def declining() -> Iterator[None]:
+    """Around what may fail before `join_ranks`: the other ranks are told and need not wait for this one.
+    Such an attach counts as one on its rank, so that a second try meets those of the other ranks."""
+    try:
+        yield
+    except Exception as error:
+        if _is_shared():
+            rank = dist.get_rank()
+            store, prefix = _open(rank)
+            _agree(store, f"{prefix}/verdict", f"attaching failed on rank {rank}: {error}"[:LONGEST_REASON])
+        raise
+
+
+@contextmanager
+def leaving(ranks: "Ranks") -> Iterator[None]:
+    """Around what may fail after it: the connections are closed, which the other ranks see."""
+    try:
+        yield
+    except Exception as error:
+        ranks.leave(f"attaching failed: {error}")
+        raise
+
+
+def _is_shared() -> bool:
+    """Whether there are other ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _open(rank: int) -> tuple[Store, str]:
+    """The job's store, and what the keys of this attach begin with: its number, on this rank."""
+    world = dist.group.WORLD
+    assert world is not None
+    store = world.get_group_store()
+    return store, f"{KEY}/{store.add(f'{KEY}/{rank}/attached', 1)}"
+
+
 def join_ranks(
     configuration: str, holding: Holding | None = None, *, handshake_seconds: float, reduce_seconds: float
 ) -> Ranks:
@@ -79,14 +119,10 @@ def join_ranks(
     `configuration` must be the same text on all ranks for their numbers to be merged.
     """
     holding = holding or Holding()
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not _is_shared():
         return Ranks(holding=holding)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    world = dist.group.WORLD
-    assert world is not None
-    store = world.get_group_store()
-    nth = store.add(f"{KEY}/{rank}/attached", 1)
-    prefix = f"{KEY}/{nth}"
+    store, prefix = _open(rank)
     attempt = _agree(store, f"{prefix}/attempt", uuid.uuid4().hex)
     store.set(f"{prefix}/{rank}", f"{_put(store, prefix, holding)} {configuration}")
     obstacle = _obstacle(store, prefix, world_size, handshake_seconds)

@@ -34,7 +34,7 @@ from fp8scope.attention import install_attention
 from fp8scope.capture import Relaxed
 from fp8scope.fidelity import Loss, measure_fidelity
 from fp8scope.fused import measure_fused
-from fp8scope.gaps import note_gaps
+from fp8scope.gaps import Gaps
 from fp8scope.hooks import Removable, install
 from fp8scope.inert import InertObserver, can_report
 from fp8scope.part import Part, Rename
@@ -104,9 +104,9 @@ class Scope:
         self._updates = Updates(self._watch, self._samples, self._sentinels)
         self._twins = Twins(self._watch, self._samples)
         self._watch.begin_step = self._on_layer
+        self._gaps = Gaps(self._watch, self._layers, model, partial(self._part.layers, model))
         self._handles = [*self._install(), *answer_scripting(model)]
         self._begin()
-        self._told_missing = False
         atexit.register(_close_at_exit, weakref.ref(self))
         self._forgotten = weakref.finalize(self, _close_forgotten, worker)
         self._forgotten.atexit = False
@@ -338,9 +338,7 @@ class Scope:
     def _record(self, step: int, skipped: bool) -> StepRecord:
         tables, layout = None, None
         if self._watch.sampling:
-            if not self._told_missing:
-                self._told_missing = True
-                note_gaps(self._watch, self._layers, self._part.layers(self._model), step)
+            self._gaps.note(step)
             self._sentinels.add("scale_staleness_bits", self._watch.rows.worst_staleness())
             tables, layout = self._watch.rows.collect() or (None, None)
         sentinels = self._sentinels.take()

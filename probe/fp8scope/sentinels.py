@@ -34,10 +34,11 @@ from torch.optim import Optimizer
 
 from fp8scope.backend import squares
 from fp8scope.rows import to_host
+from fp8scope.scalar import said, to_scalar
 from fp8scope.sharding import local, replicas
 from fp8scope.squares import squares as plain_squares
 from fp8scope.sums import SENTINEL_MAX_COLUMNS, SENTINEL_SUM_COLUMNS, SentinelSums
-from fp8scope_protocol.errors import Invalid, UnknownName
+from fp8scope_protocol.errors import UnknownName
 
 LOGGED = ("loss", "grad_norm", "lr", "loss_scale")
 """What a job may hand over by name."""
@@ -89,11 +90,12 @@ class Sentinels:
                         for name in COLUMNS}
 
     def log(self, values: dict[str, Number]) -> None:
-        """Numbers that the job knows. Losses average over calls; the others are the job's, on any rank."""
-        for name, value in values.items():
+        """Numbers that the job knows. Losses average over calls; the others are the job's, on any rank. Of
+        values that are refused none counts."""
+        for name in values:
             if name not in LOGGED:
                 raise UnknownName("log", name, LOGGED)
-            number = self._scalar(name, value)
+        for name, number in {name: said(name, value, self.device) for name, value in values.items()}.items():
             if name == "loss":
                 self._losses.append(number)
             elif name == "grad_norm":
@@ -251,22 +253,8 @@ class Sentinels:
         self.board.copy_(self._empty_board)
         return whole
 
-    def _scalar(self, name: str, value: Number) -> Tensor:
-        """What a job says, as float64 [] on the device; `Invalid` if it is not one number."""
-        try:
-            if isinstance(value, Tensor) and value.is_complex():
-                raise TypeError
-            return self._number(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else value
-            raise Invalid(name, given, "must be one real number") from None
-
     def _number(self, value: Number) -> Tensor:
-        """`value` as float64 [] on the device, of its own; nothing waits."""
-        if isinstance(value, Tensor):
-            return local(value).reshape(()).to(self.device, torch.float64, copy=True,
-                                                non_blocking=self.device.type == "cuda")
-        return torch.full((), value, dtype=torch.float64, device=self.device)
+        return to_scalar(value, self.device)
 
 
 def _start(column: str) -> float:

@@ -22,11 +22,19 @@ class Invalid(Fp8scopeError, ValueError):
     """A value breaks a rule. The message names the field, the value and what is accepted."""
 
     def __init__(self, field: str, value: object, rule: str) -> None:
-        shown = repr(value)
-        super().__init__(f"{field} = {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '...'}: {rule}")
+        super().__init__(f"{field} = {_shown(value)}: {rule}")
         self.field = field
         self.value = value
         self.rule = rule
+
+
+def _shown(value: object) -> str:
+    """`value` in a message; of one that cannot be shown its type."""
+    try:
+        shown = repr(value)
+    except Exception:  # what is wrong with it is what the message is for
+        shown = f"a {type(value).__name__}"
+    return shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "..."
 
 
 class UnknownName(Invalid):

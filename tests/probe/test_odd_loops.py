@@ -181,8 +181,82 @@ def test_layers_that_came_later_are_named() -> None:
         optimizer.step()
     said = {event.name: event.text for event in told(worker)}
     assert set(said) == {"2", "2.0", "2.1"}
-    assert "did not run" in said["2"]
+    assert said["2"] == "is no longer in the model"
     assert "came into the model after the probe" in said["2.0"]
+    assert "attach again" in said["2.0"]
+
+
+class Adapted(nn.Module):
+    """A low-rank adapter around a layer."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.up(self.down(x))
+        return y
+
+
+def replace_layer(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(16, 4)
+
+
+def wrap_layer(model: nn.Sequential) -> None:
+    model[2] = Adapted(model[2])
+
+
+def add_layer(model: nn.Sequential) -> None:
+    model.add_module("head", nn.Linear(4, 4))
+
+
+def adapt_in_place(model: nn.Sequential) -> None:
+    model[0].adapter = nn.Linear(8, 16)
+
+
+def remove_layer(model: nn.Sequential) -> None:
+    del model[2]
+
+
+@pytest.mark.parametrize(("change", "names", "text"), [
+    (replace_layer, {"2"}, "was replaced after the probe was attached"),
+    (wrap_layer, {"2.down", "2.up"}, "came into the model after the probe"),
+    (add_layer, {"head"}, "came into the model after the probe"),
+    (adapt_in_place, {"0.adapter"}, "came into the model after the probe"),
+    (remove_layer, {"2"}, "is no longer in the model"),
+])
+def test_a_change_of_the_model_is_told_whenever_it_comes(
+    change: Callable[[nn.Sequential], None], names: set[str], text: str
+) -> None:
+    """In the middle of a run: with the next measured step, once, by name; nothing before it."""
+    model, worker = network(), MemoryWorker()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Scope(model, (optimizer,), worker=worker, every=2):
+        for step in range(9):
+            if step == 4:
+                change(model)
+            backward(loss_of(model))
+            optimizer.step()
+    events = told(worker)
+    assert {event.name for event in events} == names
+    assert len(events) == len(names)
+    assert all(text in event.text and event.step == 4 for event in events)
+    assert worker.metrics(8)[ACTIVATION]["calls"] == 1
+
+
+def test_a_layer_that_is_in_the_model_elsewhere_is_neither_new_nor_gone() -> None:
+    """A wrapper put around part of the model, as sharding and checkpointing do."""
+    model, worker = network(), MemoryWorker()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Scope(model, (optimizer,), worker=worker, every=1):
+        for step in range(4):
+            if step == 2:
+                model[0] = nn.Sequential(model[0])
+            backward(loss_of(model))
+            optimizer.step()
+    assert told(worker) == []
+    assert worker.metrics(3)[ACTIVATION]["calls"] == 1
 
 
 def test_any_name_can_be_listed() -> None:
