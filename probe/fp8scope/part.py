@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fp8scope.layers import Layer, ParameterPlace, find_layers, find_unobserved, parameter_places
 from fp8scope.precision import precision_map
@@ -72,13 +73,16 @@ class Part:
     def holding(self, model: nn.Module) -> Holding:
         """What `model` holds; `Invalid` if `rename` gives two layers one name, or none that can be used."""
         layers = self.layers(model)
-        parameters = [place.name for place in self.places(model).values()]
+        places = self.places(model)
+        parameters = [place.name for place in places.values()]
         for kind, names in (("layer", [layer.name for layer in layers]), ("parameter", parameters)):
             for name, times in Counter(names).items():
                 if times > 1:
                     raise Invalid("rename", name, f"must give each {kind} its own name; {times} have this one")
         return Holding(
             names=tuple(sorted({layer.name for layer in layers} | set(parameters))),
+            shapes={places[id(one)].name: tuple(one.shape) for one in model.parameters()
+                    if id(one) in places and not is_lazy(one) and one.dim() > 1},
             depth=sum(1 for _ in model.modules()),
             precision=precision_map(layers),
             unobserved=tuple(Unobserved(name=self.rename(one.name), reason=one.reason)

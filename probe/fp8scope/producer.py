@@ -24,6 +24,8 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
 
     names: tuple[str, ...] = ()
     """Of layers and parameters."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    """Of parameters with several dimensions; the whole one's of a DTensor."""
     depth: int = 0
     """How many modules."""
     precision: tuple[ModulePrecision, ...] = ()
@@ -41,6 +43,26 @@ def unite(holdings: Iterable[Holding]) -> Holding:
         precision=tuple(precision[name] for name in order),
         unobserved=tuple(dict.fromkeys(one for held in some for one in held.unobserved)),
     )
+
+
+def find_clash(held: Sequence[Holding], members: Iterable[int]) -> str:
+    """What is called alike on ranks that are `members` of a producer, and cannot be the same there: empty if
+    nothing is. Copies and equal shards have one shape, and so may different stages, which are not found."""
+    seen: dict[str, tuple[tuple[int, ...], int]] = {}
+    found: dict[str, str] = {}
+    firsts: dict[int, int] = {}  # most ranks hold the same, and it is one object
+    for rank in members:
+        firsts.setdefault(id(held[rank]), rank)
+    for rank in firsts.values():
+        for name, shape in held[rank].shapes.items():
+            other, earlier = seen.setdefault(name, (shape, rank))
+            if other != shape:
+                found.setdefault(name, f"{name} is {[*other]} on rank {earlier} and {[*shape]} on rank {rank}")
+    if not found:
+        return ""
+    more = f" (and {len(found) - 1} more names)" if len(found) > 1 else ""
+    return (f"{next(iter(found.values()))}{more}, and what has one name is added up: if these are different "
+            "layers, as of stages that are counted from 0, attach(rename=...) tells them apart")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from fp8scope.circle import Circle
-from fp8scope.producer import Holding, Producer, find_producers, unite
+from fp8scope.producer import Holding, Producer, find_clash, find_producers, unite
 
 KEY = "fp8scope"
 TOGETHER = "together"
@@ -42,13 +42,15 @@ class Ranks:
     def __init__(
         self, *, rank: int = 0, world_size: int = 1, attempt: str = "", apart: str = "",
         producers: Sequence[Producer] = (), holding: Holding | None = None, first_depth: int = 0,
-        job: Circle | None = None, own: Circle | None = None,
+        job: Circle | None = None, own: Circle | None = None, clash: str = "",
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.attempt = attempt or uuid.uuid4().hex
         self.apart = apart
         """Why the ranks are not merged; empty when they are, and in a single process."""
+        self.clash = clash
+        """What has one name in the producer and cannot be one layer; see `find_clash`."""
         alone = Producer(name=f"rank{rank}", members=(rank,)) if apart else Producer(members=(rank,))
         self.producer = next((one for one in producers if rank in one.members), alone)
         self.producers = max(1, len(producers))
@@ -136,7 +138,8 @@ def join_ranks(
     mine = next(i for i, one in enumerate(producers) if rank in one.members)
     job, own = _groups(producers, rank, timedelta(seconds=reduce_seconds))
     return Ranks(rank=rank, world_size=world_size, attempt=attempt, producers=producers, job=job, own=own,
-                 holding=holdings[mine], first_depth=sum(one.depth for one in holdings[:mine]))
+                 holding=holdings[mine], clash=find_clash(held, producers[mine].members),
+                 first_depth=sum(one.depth for one in holdings[:mine]))
 
 
 def _groups(producers: Sequence[Producer], rank: int, timeout: timedelta) -> tuple[Circle, Circle]:

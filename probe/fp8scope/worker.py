@@ -89,6 +89,8 @@ class Worker:
         if ranks.apart:
             refused = "; remote control is off" if hello.remote_control else ""
             self._notices.append(f"ranks are measured one by one: {ranks.apart}{refused}")
+        if ranks.clash and ranks.leads:
+            self._notices.append(ranks.clash)
         self._thread = threading.Thread(target=self._work, name="fp8scope-reduce", daemon=True)
         self._thread.start()
         atexit.register(self.close)

@@ -102,3 +102,20 @@ def test_a_rank_that_fails_after_the_handshake_leaves(
     steps = spooled(tmp_path / "spool", "r")
     assert [one.header.step for one in steps] == [0, 1, 2]
     assert ["only rank 0 is measured" in event.text for one in steps for event in one.header.events] == [True]
+
+
+@pytest.mark.parametrize("case", WIDTHS)
+def test_different_layers_of_one_name_are_told(
+    case: str, tmp_path: Path, spooled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages that count from 0 and have other shapes: both are named, and what to do; which then helps.
+    Copies, whose names are the same by right, are no clash."""
+    assert run(tmp_path, case, monkeypatch) == [[""], [""]]
+    steps = spooled(tmp_path / "spool", "r")
+    events = [event.text for one in steps for event in one.header.events]
+    if case == "stages":
+        assert ["0.weight is [8, 8] on rank 0 and [16, 8] on rank 1" in text for text in events] == [True]
+        assert "attach(rename=...)" in events[0]
+    else:
+        assert events == []
+    assert {one.header.producer for one in steps} == ({"part0", "part1"} if case == "renamed" else {"all"})

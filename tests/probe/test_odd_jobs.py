@@ -1,5 +1,6 @@
 """Jobs that are built unlike most: the probe changes nothing in them, raises nothing, invents no number."""
 
+import inspect
 import os
 import random
 import subprocess
@@ -276,6 +277,47 @@ def test_a_wrong_argument_is_one_line(wrong: dict[str, Any], tmp_path: Path) -> 
         fp8scope.attach(**(right | wrong))
     assert next(iter(wrong)) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+class Raises:
+    """Whatever is asked of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("iter")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("repr")
+
+
+class Itself:
+    """Its optimizer is itself, as mocks and some wrappers have it."""
+
+    @property
+    def optimizer(self) -> Any:
+        return self
+
+
+ODD: dict[str, Any] = {
+    "raises": Raises(), "itself": Itself(), "array": np.ones(2), "tensor": torch.ones(2), "list": [[1]],
+    "meta": torch.ones((), device="meta"), "bytes": b"x", "complex": 1j, "class": nn.Linear,
+    "surrogate": "\ud800", "null": "a\0b", "fails": lambda name: 1 / 0, "nobody": lambda name: None,
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_whatever_attach_is_given_is_refused_by_name_or_works(odd: str, tmp_path: Path) -> None:
+    """Every argument in turn: `Invalid`, which names it, and nothing else; no hook is left in the model."""
+    for name in inspect.signature(fp8scope.attach).parameters:
+        model = network()
+        right: dict[str, Any] = {"model": model, "run": "r", "spool": tmp_path, "collector": OFFLINE}
+        try:
+            fp8scope.attach(**(right | {name: ODD[odd]})).close()
+        except Invalid as error:
+            assert name.rstrip("s") in str(error)  # one format of several
+        assert not model[0]._forward_pre_hooks
 
 
 def test_arguments_may_be_of_numpy_and_single(tmp_path: Path) -> None:

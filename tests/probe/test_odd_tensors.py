@@ -1,11 +1,15 @@
 """Weights, inputs and gradients that are no plain tensors: read where that can be done, else listed."""
 
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -13,6 +17,7 @@ from fp8scope.roundtrip import round_trip
 from fp8scope.scope import Scope
 from fp8scope.sharding import local, unreadable
 from fp8scope.testing import MemoryWorker
+from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import E4M3
 from fp8scope_protocol.wire import ProbeEvent
 
@@ -212,3 +217,77 @@ def test_integers_beside_the_input_are_no_inputs() -> None:
         scope.step(0)
     assert told(worker) == []
     assert worker.metrics(0)["0", "activation", "rowwise"]["calls"] == 1
+
+
+class Hostile(Tensor):
+    """Every function of it raises, its shape's too."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("not here")
+
+
+class Silent:
+    """Cannot even be shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("nor here")
+
+
+ONE = torch.ones(())
+NO_NUMBERS: dict[str, Callable[[], Any]] = {
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    "sparse": lambda: ONE.to_sparse(), "csr": lambda: torch.eye(1).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(ONE, 0.1, 0, torch.qint8),  # type: ignore[no-untyped-call]
+    "meta": lambda: ONE.to("meta"), "fake": lambda: FakeTensorMode().from_tensor(ONE),
+    "hostile": lambda: ONE.as_subclass(Hostile), "wrapper": lambda: Stored(ONE.to(torch.int8), 1.0),
+    "many": lambda: torch.ones(2), "none": lambda: torch.empty(0), "complex": lambda: ONE * 1j,
+    "NumPy's complex": lambda: np.complex64(1j), "NumPy's many": lambda: np.ones(2), "text": lambda: "1",
+    "NumPy's text": lambda: np.str_("1"), "signalling": lambda: Decimal("sNaN"), "huge": lambda: 10**400,
+    "silent": Silent, "list": lambda: [1.0], "nothing": lambda: None,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore:.*quantiz")
+@pytest.mark.parametrize("make", NO_NUMBERS.values(), ids=NO_NUMBERS)
+def test_whatever_is_no_number_is_refused_by_name(make: Callable[[], Any]) -> None:
+    """`step` and `log` raise `Invalid` and nothing else; what was refused left nothing behind, also not what
+    came with it, and the step can be closed with other values."""
+    worker, value = MemoryWorker(), make()
+    with Scope(nn.Sequential(nn.Linear(8, 8)), (), worker=worker, every=1) as scope:
+        for call in (scope.step, scope.log):
+            with pytest.raises(Invalid, match="loss = .*: must be one real number"):
+                call(lr=0.5, loss=value)
+        scope.step(0, loss=2.0)
+    assert worker.sentinels(0) == {"loss": 2.0, "nonfinite_count": 0.0}
+    assert told(worker) == [event for event in told(worker) if event.kind == "unobserved"]
+
+
+@pytest.mark.parametrize("value", [
+    np.float32(1.5), np.array(1.5), np.array([1.5]), Decimal("1.5"), Fraction(3, 2), nn.Parameter(ONE * 1.5),
+    torch.tensor([[1.5]]), (ONE * 1.5).to(torch.float8_e4m3fn), (ONE * 1.5).as_subclass(Counted)], ids=repr)
+def test_a_number_may_be_of_many_classes(value: Any) -> None:
+    """Python's, NumPy's, and tensors of one element."""
+    worker = MemoryWorker()
+    with Scope(nn.Sequential(nn.Linear(8, 8)), (), worker=worker, every=1) as scope:
+        scope.step(0, loss=value)
+    assert worker.sentinels(0)["loss"] == 1.5
+
+
+def test_a_loss_inside_of_a_transform() -> None:
+    """Under `grad` it has one value, which is taken; under `vmap` one for each row, which are refused."""
+    worker = MemoryWorker()
+    with Scope(nn.Sequential(nn.Linear(8, 8)), (), worker=worker, every=1) as scope:
+        def loss(x: Tensor) -> Tensor:
+            scope.log(loss=x.sum())
+            return x.sum()
+
+        torch.func.grad(loss)(torch.ones(3))
+        for rows in (loss, torch.func.grad(loss)):
+            with pytest.raises(Invalid, match="must be one real number"):
+                torch.func.vmap(rows)(torch.ones(2, 3))
+        scope.step(0)
+    assert worker.sentinels(0)["loss"] == 3.0

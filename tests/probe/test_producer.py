@@ -1,7 +1,7 @@
 """Which ranks make a producer, and who of them holds what: plain logic, by the names that ranks hold."""
 
 from fp8scope.control import Answers
-from fp8scope.producer import Holding, find_producers, unite
+from fp8scope.producer import Holding, find_clash, find_producers, unite
 from fp8scope_protocol.commands import CommandReport
 from fp8scope_protocol.wire import ModulePrecision, Unobserved
 
@@ -46,6 +46,16 @@ def test_what_members_hold_is_put_together() -> None:
     assert [(layer.name, layer.precision) for layer in both.precision] == [
         ("a", "fp8"), ("e0", "fp8"), ("e1", "fp8")]
     assert (both.depth, both.unobserved) == (4, other.unobserved)
+
+
+def test_what_has_one_name_and_two_shapes_is_found() -> None:
+    """Among the ranks of a producer; the lowest ones are named, and what only one of them holds is no clash."""
+    narrow = Holding(shapes={"0.w": (8, 8), "1.w": (4, 4), "2.w": (1, 1)})
+    wide = Holding(shapes={"0.w": (8, 16), "1.w": (4, 8), "3.w": (2, 2)})
+    said = find_clash([narrow, narrow, wide, wide], (0, 1, 2, 3))
+    assert said.startswith("0.w is [8, 8] on rank 0 and [8, 16] on rank 2 (and 1 more names)")
+    assert "rename" in said
+    assert find_clash([narrow, wide, narrow, wide], (1, 3)) == ""
 
 
 def report(state: str, reason: str = "") -> CommandReport:
