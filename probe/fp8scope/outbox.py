@@ -59,11 +59,15 @@ class Outbox:
             self._ready.notify()
 
     def close(self, seconds: float) -> None:
-        """Bring what is queued into the spool, for at most `seconds`."""
+        """Bring what is queued into the spool, for at most `seconds`; what is queued then is lost, counted."""
         with self._ready:
             self._closed = True
             self._ready.notify()
         self._thread.join(seconds)
+        with self._ready:
+            if self._queue:
+                self._lost["closed"] += len(self._queue)
+                self._queue.clear()
 
     def _work(self) -> None:
         while True:

@@ -78,7 +78,8 @@ class Part:
         for kind, names in (("layer", [layer.name for layer in layers]), ("parameter", parameters)):
             for name, times in Counter(names).items():
                 if times > 1:
-                    raise Invalid("rename", name, f"must give each {kind} its own name; {times} have this one")
+                    raise Invalid("rename", name, f"must give each {kind} its own name; "
+                                                    f"{times} have this one")
         return Holding(
             names=tuple(sorted({layer.name for layer in layers} | set(parameters))),
             shapes={places[id(one)].name: tuple(one.shape) for one in model.parameters()

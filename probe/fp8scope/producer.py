@@ -57,7 +57,8 @@ def find_clash(held: Sequence[Holding], members: Iterable[int]) -> str:
         for name, shape in held[rank].shapes.items():
             other, earlier = seen.setdefault(name, (shape, rank))
             if other != shape:
-                found.setdefault(name, f"{name} is {[*other]} on rank {earlier} and {[*shape]} on rank {rank}")
+                found.setdefault(
+                    name, f"{name} is {[*other]} on rank {earlier} and {[*shape]} on rank {rank}")
     if not found:
         return ""
     more = f" (and {len(found) - 1} more names)" if len(found) > 1 else ""

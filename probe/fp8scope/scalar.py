@@ -19,7 +19,7 @@ PART = f"{RULE}, not this rank's part of one: full_tensor() puts it together"
 
 
 def said(name: str, value: object, device: torch.device) -> Tensor:
-    """`value` as float64 [] on `device`; `Invalid` under `name` if it is not one number, of whatever class."""
+    """`value` as float64 [] on `device`; `Invalid`, naming `name`, if it is not one number."""
     rule = RULE
     try:
         if not isinstance(value, Tensor):

@@ -19,6 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -67,9 +68,15 @@ class Worker:
         self._settings = settings
         self._pid = os.getpid()
         self._closed = False
+        self._last = 0
+        """The newest step that was submitted."""
         self._ready = threading.Condition()
         self._queue: deque[StepRecord | None] = deque()
         self._queued_bytes = 0
+        self._unsettled = 0
+        """Steps that were submitted, and are neither with the outbox nor counted as lost."""
+        self._given_up = False
+        """Whether closing did not wait for those."""
         self._outstanding: set[int] = set()
         self._results: dict[int, StepResult] = {}
         self._kept_events: tuple[ProbeEvent, ...] = ()  # of steps that were dropped
@@ -137,6 +144,8 @@ class Worker:
                 record = replace(record, tables=None, layout=None)
                 self.lost["queue full"] += 1
             self._queue.append(record)
+            self._unsettled += 1
+            self._last = record.step
             self._queued_bytes += table_bytes(record.tables)
             self._outstanding.add(record.step)
             self._ready.notify_all()
@@ -160,6 +169,7 @@ class Worker:
             self._queue.append(None)
             self._ready.notify_all()
         self._thread.join(self._settings.exit_seconds)
+        self._give_up()
         if self._outbox is not None and self._spool is not None:
             self._outbox.close(self._settings.exit_seconds)
             if self._sender is not None:
@@ -170,6 +180,27 @@ class Worker:
                 LOG.warning("fp8scope: %d batches are unsent; %s keeps them until the run is attached again "
                             "or fp8scope sync sends them", kept, self._spool.folder)
             self._spool.close()
+
+    def _give_up(self) -> None:
+        """Counts the steps that are still on their way, as when another rank is far behind, and says so."""
+        with self._ready:
+            self._given_up, steps = True, self._unsettled
+            if not steps:
+                return
+            self.lost["closed"] += steps
+            LOG.warning("fp8scope: the last %d steps are lost: closing does not wait longer", steps)
+            if self._outbox is not None:
+                text = f"the last {steps} steps are lost: the probe was closed before they were merged"
+                event = ProbeEvent(kind="ranks", step=self._last, text=text)
+                last = StepRecord(step=self._last, sentinels=SentinelSums.zeros(), events=(event,))
+                self._outbox.put(Reduction(Ranks(rank=self._ranks.rank)).merge(last), {}, ())
+
+    def _settle(self, hand_over: Callable[[], None]) -> None:
+        """A step leaves the reduce thread, in one piece with `_give_up`, which has counted it or has not."""
+        with self._ready:
+            if not self._given_up:
+                hand_over()
+                self._unsettled -= 1
 
     def _inert(self) -> bool:
         return self._closed or os.getpid() != self._pid
@@ -211,7 +242,7 @@ class Worker:
             except Exception:
                 if not self.lost["probe error"]:
                     LOG.exception("fp8scope: step %d is lost to a fault in the probe", record.step)
-                self.lost["probe error"] += 1
+                self._settle(partial(self.lost.update, ("probe error",)))
             self._publish(result)
         try:
             self._reduction.leave()
@@ -242,8 +273,10 @@ class Worker:
         merged, sentinels, every = self._judge(merged)
         reports = self._answers.add(merged.reports, merged.passed) + refusals
         news = merged.events or merged.tables is not None or reports
+        hand_over: Callable[[], None] = _nothing
         if self._outbox is not None and (self._speaks or news):
-            self._outbox.put(merged, sentinels if self._speaks else {}, reports)
+            hand_over = partial(self._outbox.put, merged, sentinels if self._speaks else {}, reports)
+        self._settle(hand_over)
         self._speaks = self._ranks.speaks
         return StepResult(step=record.step, commands=merged.commands, every=every)
 
@@ -307,7 +340,7 @@ class Worker:
 
 
 def _nothing() -> None:
-    """Nobody waits for a batch."""
+    """Nobody waits for a batch, or there is none."""
 
 
 def _refused(commands: tuple[Command, ...], step: int, reason: str) -> tuple[CommandReport, ...]:

@@ -85,7 +85,7 @@ def train(
         if step == job.get("die", {}).get(rank):
             os._exit(9)
         if worker is not None:
-            result = worker.result(step - 2)
+            result = worker.result(-1 if job.get("unasked") else step - 2)
             if result.every is not None:
                 cadences[step] = result.every
             for command in result.commands:

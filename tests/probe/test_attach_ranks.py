@@ -1,7 +1,6 @@
-"""Attaching on several ranks, real processes over gloo, where one of them cannot: the others learn at once."""
+"""Attaching on several ranks, real processes over gloo: one that cannot, and names that mean two layers."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 import fp8scope
-from fp8scope_protocol.errors import Invalid
 
 WORLD = 2
 
@@ -42,8 +40,9 @@ WIDTHS: dict[str, tuple[int, int]] = {"copies": (8, 8), "stages": (8, 16), "rena
 
 def train(model: nn.Module, **arguments: Any) -> str:
     """Three steps; what attaching raised."""
+    given: dict[str, Any] = {"model": model, "run": "r", "every": 1} | arguments
     try:
-        with fp8scope.attach(**({"model": model, "run": "r", "every": 1} | arguments)) as scope:
+        with fp8scope.attach(**given) as scope:
             for step in range(3):
                 model(torch.ones(2, model[0].in_features)).sum().backward()  # type: ignore[index]
                 scope.step(step)

@@ -189,10 +189,10 @@ def test_layers_that_came_later_are_named() -> None:
 class Adapted(nn.Module):
     """A low-rank adapter around a layer."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base = base
-        self.down, self.up = nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+        self.down, self.up = nn.Linear(16, 2), nn.Linear(2, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base(x) + self.up(self.down(x))

@@ -239,7 +239,7 @@ NO_NUMBERS: dict[str, Callable[[], Any]] = {
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2)]),
     "jagged": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
     "sparse": lambda: ONE.to_sparse(), "csr": lambda: torch.eye(1).to_sparse_csr(),
-    "quantized": lambda: torch.quantize_per_tensor(ONE, 0.1, 0, torch.qint8),  # type: ignore[no-untyped-call]
+    "quantized": lambda: torch.quantize_per_tensor(ONE, 0.1, 0, torch.qint8),
     "meta": lambda: ONE.to("meta"), "fake": lambda: FakeTensorMode().from_tensor(ONE),
     "hostile": lambda: ONE.as_subclass(Hostile), "wrapper": lambda: Stored(ONE.to(torch.int8), 1.0),
     "many": lambda: torch.ones(2), "none": lambda: torch.empty(0), "complex": lambda: ONE * 1j,
@@ -259,7 +259,7 @@ def test_whatever_is_no_number_is_refused_by_name(make: Callable[[], Any]) -> No
     worker, value = MemoryWorker(), make()
     with Scope(nn.Sequential(nn.Linear(8, 8)), (), worker=worker, every=1) as scope:
         for call in (scope.step, scope.log):
-            with pytest.raises(Invalid, match="loss = .*: must be one real number"):
+            with pytest.raises(Invalid, match=r"loss = .*: must be one real number"):
                 call(lr=0.5, loss=value)
         scope.step(0, loss=2.0)
     assert worker.sentinels(0) == {"loss": 2.0, "nonfinite_count": 0.0}

@@ -49,7 +49,7 @@ def test_what_members_hold_is_put_together() -> None:
 
 
 def test_what_has_one_name_and_two_shapes_is_found() -> None:
-    """Among the ranks of a producer; the lowest ones are named, and what only one of them holds is no clash."""
+    """Among the ranks of a producer; the lowest ones are named, and what one alone holds is no clash."""
     narrow = Holding(shapes={"0.w": (8, 8), "1.w": (4, 4), "2.w": (1, 1)})
     wide = Holding(shapes={"0.w": (8, 16), "1.w": (4, 8), "3.w": (2, 2)})
     said = find_clash([narrow, narrow, wide, wide], (0, 1, 2, 3))

@@ -218,10 +218,28 @@ def test_ranks_with_different_series_are_united(launch: Launch, tmp_path: Path) 
     assert len({batch.header.layout for batch in batches}) == 1
 
 
-def test_a_rank_ends_while_another_one_is_far_behind(launch: Launch) -> None:
-    """Rank 0 has sent its last step and closes; rank 1 comes to that step only when rank 0's process is gone,
-    as seen from outside, whatever its threads still waited for. Both end well."""
-    assert None not in launch(steps=4, behind={1: 3})
+@pytest.mark.parametrize("online", [False, True])
+@pytest.mark.parametrize("behind", [3, 2])
+def test_a_rank_ends_while_another_one_is_far_behind(
+    launch: Launch, tmp_path: Path, peer: Any, behind: int, online: bool
+) -> None:
+    """Rank 0 has sent its last steps and closes; rank 1 comes to them only when rank 0's process is gone, as
+    seen from outside, whatever its threads still waited for. Both end well, and what nobody could merge is
+    counted and told: the steps that are stored and those told to be lost are all that were submitted."""
+    if online:
+        peer.start()
+    first, second = launch(peer.url if online else NOWHERE, steps=4, behind={1: behind}, unasked=True,
+                           settings={"exit_seconds": 1.0})
+    assert first is not None
+    assert second is not None
+    assert first["lost"] == {"closed": 4 - behind}
+    batches = peer.batches() if online else spooled(tmp_path / "spool")["all"]
+    whole = [batch.header.step for batch in batches if batch.header.layout is not None]
+    assert whole == list(range(behind))
+    assert batches[-1].header.lost == first["lost"]
+    assert len(whole) + sum(batches[-1].header.lost.values()) == 4
+    (event,) = batches[-1].header.events
+    assert event.text.startswith(f"the last {4 - behind} steps are lost")
 
 
 @pytest.mark.parametrize("how", ["close", "die"])

@@ -2,11 +2,12 @@
 
 import copy
 import pickle
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
 from fp8scope.gemm import WgradSample
@@ -125,6 +126,52 @@ def test_recomputation_follows_the_precision_of_its_forward(reentrant: bool) -> 
         advance_histories(layer)
     assert torch.equal(history_of(plain).amaxes, history_of(switched).amaxes)
     assert (switched(x) - nn.functional.linear(x, switched.weight)).abs().max().item() < 0.02
+
+
+class Counting(Recorder):
+    """Counts what it is handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def sums(self, role: str, x: Tensor, *, policy: str) -> None:
+        self.calls.append(f"sums of {role}")
+
+    def tensor(self, role: str, orientation: str, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(f"{role} {orientation}")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("precision", MODES)
+def test_a_split_backward_pass_hands_over_its_gradient_once(precision: Precision, bias: bool) -> None:
+    """As zero-bubble schedules run it, the gradients of inputs first and those of weights later: the observer
+    hears what it hears in one pass, twice in two micro-batches, and the gradients are the same bits."""
+    found = []
+    for split in (False, True):
+        first, last = layer_of(precision, bias=bias), Fp8Linear(128, 128, precision=precision)
+        last.load_state_dict({"weight": torch.ones(128, 128).tril(), "bias": torch.zeros(128)})
+        layers, counting = nn.Sequential(first, nn.Tanh(), last), [Counting(), Counting()]
+        first.observer, last.observer = counting
+        kept, inputs = [], []
+        for seed in (1, 2):
+            x = tokens(130, seed=seed).requires_grad_()
+            y = layers(x)
+            dy = torch.ones_like(y) * seed
+            inputs.append(x)
+            if split:
+                kept.append(stage_backward_input([y], [dy], [x], layers.parameters())[1])
+            else:
+                torch.autograd.backward(y, dy)
+        for groups in kept:
+            stage_backward_weight(layers.parameters(), groups)
+        gradients = [t.grad for t in (*inputs, *layers.parameters()) if t.grad is not None]
+        found.append(([one.calls for one in counting], gradients))
+    assert found[0][0] == found[1][0]
+    assert [calls.count("gradient rowwise") for calls in found[1][0]] == [0 if precision == "bf16" else 2] * 2
+    assert len(found[0][1]) == 5 + bias
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert torch.equal(one, other)
 
 
 def test_state_dict_is_that_of_linear() -> None:

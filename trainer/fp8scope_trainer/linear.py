@@ -6,13 +6,15 @@
 
 A call captures its precision, recipe and scale in forward and keeps them in backward, whatever is set in
 between. A forward that runs inside a backward pass is a recomputation: it takes the precision of the last
-forward outside of one.
+forward outside of one. A backward pass that is split (zero-bubble schedules) comes here twice with one and
+the same tensor, for the gradients of inputs and later for those of weights; the observer hears of it once.
 
 Rejected: saving the high-precision input (an FP8 layer would then save no memory at all); keeping a
 transposed weight; reading `precision` in backward.
 """
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
 from typing import Any, Self, get_args
 
 import torch
@@ -140,16 +142,22 @@ class _BlockLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call) -> Tensor:
-        ctx.call, ctx.weight_dtype = call, weight.dtype
+        ctx.call, ctx.weight_dtype, ctx.told = call, weight.dtype, _nothing
         with torch.autocast(x.device.type, enabled=False):
             return (_forward_fp8 if call.precision == "fp8" else _forward_bf16)(ctx, x, weight, call)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        call = ctx.call if ctx.told() is not dy else replace(ctx.call, observer=None)
+        ctx.told = weakref.ref(dy)
         with torch.autocast(dy.device.type, enabled=False):
-            dx, dw = (_backward_fp8 if ctx.call.precision == "fp8" else _backward_bf16)(ctx, dy, ctx.call)
+            dx, dw = (_backward_fp8 if call.precision == "fp8" else _backward_bf16)(ctx, dy, call)
         return dx, dw if dw is None else dw.to(ctx.weight_dtype), None
+
+
+def _nothing() -> None:
+    """The gradient before the first one."""
 
 
 def _forward_fp8(ctx: Any, x: Tensor, weight: Tensor, call: Call) -> Tensor:
