@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fp8scope.cadence import Cadence
+from fp8scope.producer import Holding
 from fp8scope.ranks import join_ranks
 from fp8scope.settings import ProbeSettings
 from fp8scope.sums import (
@@ -56,6 +57,8 @@ def record_of(step: int, rank: int, job: dict[str, Any], layout: Layout) -> Step
     for series, error in job.get("errors", {}).get(rank, {}).items():
         tables.sums[series, SUM_COLUMNS.index("coded_x2")] = 1.0
         tables.sums[series, SUM_COLUMNS.index("e2")] = error
+    if step == job.get("damaged", {}).get(rank):
+        tables = tables.take([0])  # of several series
     sentinels = SentinelSums.zeros()
     sentinels.sums[SENTINEL_SUM_COLUMNS.index("loss_sum")] = float(rank)
     sentinels.sums[SENTINEL_SUM_COLUMNS.index("loss_count")] = 1.0
@@ -122,7 +125,8 @@ def main(rank: int, job: dict[str, Any]) -> None:
     worker = ranks = None
     if rank not in job.get("without_probe", []):
         configuration = "every=1" if rank not in job.get("unlike", []) else "every=2"
-        ranks = join_ranks(configuration, handshake_seconds=settings.handshake_seconds,
+        holding = Holding(names=tuple(job.get("holds", {}).get(rank, ())))
+        ranks = join_ranks(configuration, holding, handshake_seconds=settings.handshake_seconds,
                            reduce_seconds=settings.reduce_seconds)
         worker = Worker(Hello(run="run", attempt="", producer="", remote_control=True), ranks=ranks,
                         settings=settings, token=None, cadence=Cadence(1, budget=job.get("budget")))

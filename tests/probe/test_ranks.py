@@ -28,7 +28,7 @@ def launch(tmp_path: Path) -> Launch:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "fp8scope.worker"])
 
-    def run(collector: str = NOWHERE, *, settings: dict[str, Any] | None = None,
+    def run(collector: str = NOWHERE, *, world: int = 2, settings: dict[str, Any] | None = None,
             **facts: Any) -> list[dict[str, Any] | None]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -36,16 +36,16 @@ def launch(tmp_path: Path) -> Launch:
         given = {"collector": collector, "spool": str(tmp_path / "spool"), "poll_seconds": 0.2,
                  "retry_seconds": 0.1, "exit_seconds": 1.0 if collector == NOWHERE else 20.0,
                  **(settings or {})}
-        job = {"world": 2, "port": port, "out": str(tmp_path / "seen"), "settings": given, **facts}
+        job = {"world": world, "port": port, "out": str(tmp_path / "seen"), "settings": given, **facts}
         processes = []
-        for rank in range(2):
+        for rank in range(world):
             names = {"init_globals": {"rank": rank, "job": job}, "run_name": "__main__"}
             processes.append(context.Process(target=runpy.run_path, args=(JOB,), kwargs=names))
             processes[-1].start()
         for process in processes:
             process.join(PATIENCE)
             assert process.exitcode in (0, 9), "a rank hangs, or crashed"
-        found = [tmp_path / f"seen.{rank}" for rank in range(2)]
+        found = [tmp_path / f"seen.{rank}" for rank in range(world)]
         return [json.loads(path.read_text()) if path.exists() else None for path in found]
 
     return run
@@ -256,3 +256,25 @@ def test_a_rank_that_goes_early_leaves_the_other_one_running(
     assert len(told) == 1
     assert "only rank 0 is measured" in told[0]
     assert batches[-1].arrays["elements"].tolist() == [[1000, 1000]]
+
+
+def test_a_reduction_that_fails_in_one_producer_leaves_no_rank_waiting(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """Rank 0 is a stage of its own, 1 and 2 share one, and what rank 2 measured in step 3 cannot be merged: it
+    gives up in the middle of the reduction that rank 1 waits in. Each rank goes on alone and says so; the
+    other stage loses nothing, this one the measurement of one step, counted."""
+    names = {0: ["layers.0"], 1: ["layers.1", "layers.2"], 2: ["layers.1", "layers.3"]}
+    seen = launch(world=3, steps=8, names=names, holds=names, damaged={2: 3})
+    assert None not in seen
+    stages = spooled(tmp_path / "spool")
+    assert {name: [batch.header.step for batch in stages[name]] for name in stages} == {
+        "part0": list(range(8)), "part1": [0, 1, 2, 4, 5, 6, 7]}
+    assert [batch.arrays["elements"].tolist() for batch in stages["part0"]] == [[[1000]]] * 8
+    assert [batch.arrays["elements"].tolist() for batch in stages["part1"]] == [
+        *[[[2000, 1000, 1000]]] * 3, *[[[1000, 1000]]] * 4]
+    assert stages["part0"][-1].header.lost == {}
+    assert stages["part1"][-1].header.lost == {"unmatched": 1}
+    for rank, name in enumerate(("part0", "part1")):
+        (event,) = [event for batch in stages[name] for event in batch.header.events]
+        assert event.text.startswith(f"only rank {rank} is measured from here on")
