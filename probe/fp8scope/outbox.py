@@ -59,7 +59,7 @@ class Outbox:
             self._ready.notify()
 
     def close(self, seconds: float) -> None:
-        """Bring what is queued into the spool, for at most `seconds`; what is queued then is lost, counted."""
+        """Bring what is queued into the spool, for at most `seconds`; what is left is lost, counted."""
         with self._ready:
             self._closed = True
             self._ready.notify()

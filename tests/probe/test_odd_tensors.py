@@ -3,14 +3,18 @@
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.utils.parametrizations import weight_norm
 
 from fp8scope.roundtrip import round_trip
@@ -291,3 +295,20 @@ def test_a_loss_inside_of_a_transform() -> None:
                 torch.func.vmap(rows)(torch.ones(2, 3))
         scope.step(0)
     assert worker.sentinels(0)["loss"] == 3.0
+
+
+def test_a_rank_s_part_of_a_loss_is_not_taken_for_it(tmp_path: Path) -> None:
+    """A DTensor that all ranks hold alike is a number; one to be summed or put together is refused, on every
+    rank alike, with what to call."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        worker = MemoryWorker()
+        with Scope(nn.Sequential(nn.Linear(8, 8)), (), worker=worker, every=1) as scope:
+            for local_part, placement in ((ONE, Partial()), (ONE.view(1), Shard(0))):
+                with pytest.raises(Invalid, match="full_tensor"):
+                    scope.log(loss=DTensor.from_local(local_part, mesh, [placement]))
+            scope.step(0, loss=DTensor.from_local(ONE * 2, mesh, [Replicate()]))
+        assert worker.sentinels(0)["loss"] == 2.0
+    finally:
+        dist.destroy_process_group()

@@ -261,7 +261,7 @@ def test_a_rank_that_goes_early_leaves_the_other_one_running(
 def test_a_reduction_that_fails_in_one_producer_leaves_no_rank_waiting(
     launch: Launch, tmp_path: Path
 ) -> None:
-    """Rank 0 is a stage of its own, 1 and 2 share one, and what rank 2 measured in step 3 cannot be merged: it
+    """Rank 0 is a stage of its own, 1 and 2 share one; what rank 2 measured in step 3 cannot be merged: it
     gives up in the middle of the reduction that rank 1 waits in. Each rank goes on alone and says so; the
     other stage loses nothing, this one the measurement of one step, counted."""
     names = {0: ["layers.0"], 1: ["layers.1", "layers.2"], 2: ["layers.1", "layers.3"]}
