@@ -39,24 +39,35 @@ def _checked(rename: Rename) -> Rename:
     return checked
 
 
+def _lenient(rename: Rename) -> Rename:
+    def lenient(name: str) -> str:
+        try:
+            return rename(name)
+        except Exception:
+            return name
+    return lenient
+
+
 class Part:
     """`rename` maps a name in this model to the one in the whole; `holders` tells which ranks hold it."""
 
     def __init__(
         self, rename: Rename | None = None, holders: Holders = alone, *, first_depth: int = 0
     ) -> None:
-        self.rename = str if rename is None else _checked(rename)
+        self.rename = str if rename is None else _lenient(rename)
+        """For modules that need no name of their own: what `rename` was not made for keeps its name."""
+        self._name = str if rename is None else _checked(rename)
         self._holders = holders
         self._first_depth = first_depth
 
     def layers(self, model: nn.Module) -> tuple[Layer, ...]:
         """`find_layers`, by their names in the whole model."""
         return tuple(
-            replace(layer, name=self.rename(layer.name), aliases=tuple(map(self.rename, layer.aliases)),
-                    weights=tuple(one._replace(name=self.rename(one.name),
-                                               aliases=tuple(map(self.rename, one.aliases)))
+            replace(layer, name=self._name(layer.name), aliases=tuple(map(self._name, layer.aliases)),
+                    weights=tuple(one._replace(name=self._name(one.name),
+                                               aliases=tuple(map(self._name, one.aliases)))
                                   for one in layer.weights),
-                    dealt=self._deal(self.rename(layer.weights[0].name if layer.weights else layer.name),
+                    dealt=self._deal(self._name(layer.weights[0].name if layer.weights else layer.name),
                                      layer.index),
                     depth=self._first_depth + layer.depth)
             for layer in find_layers(model))
@@ -64,9 +75,9 @@ class Part:
     def places(self, model: nn.Module) -> dict[int, ParameterPlace]:
         """`parameter_places`, likewise."""
         return {
-            id_: replace(place, name=(name := self.rename(place.name)),
-                         aliases=tuple(map(self.rename, place.aliases)),
-                         module=self.rename(place.module) if place.module else "",
+            id_: replace(place, name=(name := self._name(place.name)),
+                         aliases=tuple(map(self._name, place.aliases)),
+                         module=self._name(place.module) if place.module else "",
                          index=self._deal(name, place.index), depth=self._first_depth + place.depth)
             for id_, place in parameter_places(model).items()}
 
