@@ -7,6 +7,7 @@ the same codes, scales and counts; `quantize` says what that is.
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from fp8scope import quantize as reference
 from fp8scope import roundtrip
 from fp8scope.adam import AdamForm
+from fp8scope.batch import Trip
 from fp8scope.change import Change
 from fp8scope.change import change as reference_change
 from fp8scope.quantize import Quantized
@@ -100,6 +102,24 @@ def round_trip(
     twin = _round_trip_of(x, element, scaling)
     return twin(x, element, scaling, scales=scales, codes=codes, rounding=rounding, power_of_two=power_of_two,
                 histogram=histogram, out=out, **when)
+
+
+def round_trips(trips: Sequence[Trip], *, histogram: bool, plans: dict[Any, Any]) -> None:
+    """Adds all of them to their rows, which must be different ones; see `batch.round_trips`.
+
+    plans: what kernels keep between calls; belongs to the caller, who gives it every time.
+    """
+    together = [trip for trip in trips if runs_kernels(trip.x, trip.element)]
+    if together:
+        from fp8scope import batch_kernel
+
+        together = [trip for trip in together if batch_kernel.fits(trip)]
+        batch_kernel.round_trips(together, histogram=histogram, plans=plans)
+    done = set(map(id, together))
+    for trip in trips:
+        if id(trip) not in done:
+            round_trip(trip.operand, trip.element, trip.scaling, power_of_two=trip.power_of_two,
+                       histogram=histogram, out=trip.row)
 
 
 def takes_flag(x: Tensor, element: Format, scaling: str) -> bool:

@@ -43,22 +43,17 @@ class Partials:
                constants={"INTS": len(self.ints), "CHUNK": _CHUNK, "FLAGGED": flag is not None})
 
 
-@triton.jit(do_not_specialize=["slots", "elements"])
-def _merge_kernel(ints_ptr: tl.tensor, reals_ptr: tl.tensor, counts_ptr: tl.tensor, sums_ptr: tl.tensor,
-                  maxes_ptr: tl.tensor, histogram_ptr: tl.tensor, flag_ptr: tl.tensor, slots: tl.tensor,
-                  elements: tl.tensor, INTS: tl.constexpr, CHUNK: tl.constexpr,
-                  FLAGGED: tl.constexpr) -> None:
-    """Program k adds up row k of the partial results and merges it."""
-    if FLAGGED:
-        flag = tl.load(flag_ptr)
-        if flag == 0:
-            return
-    k = tl.program_id(0)
+@triton.jit
+def merge_column(k: tl.tensor, ints_ptr: tl.tensor, reals_ptr: tl.tensor, pitch: tl.tensor, slots: tl.tensor,
+                 counts_ptr: tl.tensor, sums_ptr: tl.tensor, maxes_ptr: tl.tensor, histogram_ptr: tl.tensor,
+                 elements: tl.tensor, INTS: tl.constexpr, CHUNK: tl.constexpr) -> None:
+    """Adds up row k of the partial results, `pitch` from row to row, of which the first `slots` belong to one
+    tensor, and merges it."""
     if k < INTS:
         count = tl.zeros([CHUNK], tl.int64)
         for start in range(0, slots, CHUNK):
             at = start + tl.arange(0, CHUNK)
-            count += tl.load(ints_ptr + k.to(tl.int64) * slots + at, mask=at < slots, other=0).to(tl.int64)
+            count += tl.load(ints_ptr + k.to(tl.int64) * pitch + at, mask=at < slots, other=0).to(tl.int64)
         target = counts_ptr + _HOST_COUNTS + k if k < COUNTS else histogram_ptr + k - COUNTS
         tl.store(target, tl.load(target) + tl.sum(count, axis=0))
     elif k < INTS + _SUMS:
@@ -66,20 +61,33 @@ def _merge_kernel(ints_ptr: tl.tensor, reals_ptr: tl.tensor, counts_ptr: tl.tens
         total = tl.zeros([CHUNK], tl.float64)
         for start in range(0, slots, CHUNK):
             at = start + tl.arange(0, CHUNK)
-            total += tl.load(reals_ptr + row.to(tl.int64) * slots + at, mask=at < slots, other=0.0)
+            total += tl.load(reals_ptr + row.to(tl.int64) * pitch + at, mask=at < slots, other=0.0)
         tl.store(sums_ptr + row, tl.load(sums_ptr + row) + tl.sum(total, axis=0))
     else:
         row = k - INTS
         worst = tl.full([CHUNK], NOT_MEASURED, tl.float64)
         for start in range(0, slots, CHUNK):
             at = start + tl.arange(0, CHUNK)
-            here = tl.load(reals_ptr + row.to(tl.int64) * slots + at, mask=at < slots, other=NOT_MEASURED)
+            here = tl.load(reals_ptr + row.to(tl.int64) * pitch + at, mask=at < slots, other=NOT_MEASURED)
             worst = tl.maximum(worst, here)
         target = maxes_ptr + row - _SUMS
         tl.store(target, tl.maximum(tl.load(target), tl.max(worst, axis=0)))
     if k == 0:
         tl.store(counts_ptr, tl.load(counts_ptr) + elements)
         tl.store(counts_ptr + 1, tl.load(counts_ptr + 1) + 1)
+
+
+@triton.jit(do_not_specialize=["slots", "elements"])
+def _merge_kernel(ints_ptr: tl.tensor, reals_ptr: tl.tensor, counts_ptr: tl.tensor, sums_ptr: tl.tensor,
+                  maxes_ptr: tl.tensor, histogram_ptr: tl.tensor, flag_ptr: tl.tensor, slots: tl.tensor,
+                  elements: tl.tensor, INTS: tl.constexpr, CHUNK: tl.constexpr,
+                  FLAGGED: tl.constexpr) -> None:
+    if FLAGGED:
+        flag = tl.load(flag_ptr)
+        if flag == 0:
+            return
+    merge_column(tl.program_id(0), ints_ptr, reals_ptr, slots, slots, counts_ptr, sums_ptr, maxes_ptr,
+                 histogram_ptr, elements, INTS, CHUNK)
 
 
 _merge = Launcher(_merge_kernel)

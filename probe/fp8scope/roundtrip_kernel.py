@@ -23,50 +23,31 @@ Rejected: float atomics (other bits in every run); more threads a row; capped re
 """
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8scope.histogram_kernel import ALIASED, add_exponents, store_planes
 from fp8scope.launch_kernel import Launcher
-from fp8scope.partials_kernel import BINS, COUNTS, NOT_MEASURED, Partials
+from fp8scope.partials_kernel import Partials
 from fp8scope.quantize import DTYPES
-from fp8scope.quantize_kernel import CODE_TYPES, INFINITY, TILE, check_matrix, magnitude_bits, scale_of
-from fp8scope.roundtrip import BAD_BLOCK_FACTOR, SATURATION_SLACK
-from fp8scope.slab_kernel import (
-    folded,
-    folded_max,
-    load_bits,
-    load_chunk,
-    packs,
-    reciprocal,
-    scan,
-    scan_bits,
-    sign,
-    spread,
-    staleness,
-    unit_of,
-    widen,
-)
+from fp8scope.quantize_kernel import CODE_TYPES, check_matrix
+from fp8scope.roundtrip import BAD_BLOCK_FACTOR
+from fp8scope.roundtrip_body_kernel import measure_slabs
+from fp8scope.slab_kernel import packs
 from fp8scope.sums import RowSums
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import TILE as TILE_EDGE
 from fp8scope_protocol.formats import Format
-from fp8scope_protocol.metrics import HISTOGRAM_FIRST_EXPONENT
 
 SCALINGS = ("tile 1x128", "block 128x128")  # what the kernel groups by; the reference knows more
 
-_FIRST_EXPONENT = tl.constexpr(HISTOGRAM_FIRST_EXPONENT)
-_SLACK = tl.constexpr(SATURATION_SLACK)
-_HUGE = tl.constexpr(0x71800000)  # the bits of 2^100: beyond, the reciprocal's tail would be denormal
-_SHRINK = tl.constexpr(2.0**-64)  # of x and s alike, where 1 / s would be denormal
-
-_ROWS_ADJACENT = {"ROWS": 64, "LANES": 1, "VECTOR": 2, "SCAN": 4, "UNROLL": 1}
-_COLUMNS_ADJACENT = {"ROWS": 16, "LANES": 2, "VECTOR": 8, "SCAN": 8, "UNROLL": 2}
+ROWS_ADJACENT = {"ROWS": 64, "LANES": 1, "VECTOR": 2, "SCAN": 4, "UNROLL": 1}
+COLUMNS_ADJACENT = {"ROWS": 16, "LANES": 2, "VECTOR": 8, "SCAN": 8, "UNROLL": 2}
 _MOST_ELEMENTS = 1920  # a row and lane: below 2048, what the planes of the histogram can count
-_RESIDENT = 132 * 13, 132 * 20  # programs on an H200 at once, for either layout
+RESIDENT = 132 * 13, 132 * 20  # programs on an H200 at once, for either layout
 
 
 @triton.jit(do_not_specialize=["scale_r", "scale_c", "slabs"])
@@ -82,264 +63,11 @@ def _round_trip_kernel(x_ptr: tl.tensor, scales_ptr: tl.tensor, codes_ptr: tl.te
     if FLAGGED:  # noqa: SIM102
         if tl.load(flag_ptr) == 0:
             return
-    AXIS: tl.constexpr = 2 if VECTOR == 8 else 1  # of a chunk, along which a thread holds 8 elements
-    CHUNK: tl.constexpr = 8 * LANES
-    SHAPE: tl.constexpr = (ROWS, LANES, 8) if AXIS == 2 else (ROWS, 8, LANES)
-    COUNTED: tl.constexpr = HISTOGRAM and not GIVEN and LARGEST < 512.0
-    FAST: tl.constexpr = (x_ptr.dtype.element_ty == tl.bfloat16) and not GIVEN and LARGEST < 512.0
-    tiles = tl.cdiv(C, TILE)
-    tile = (tl.program_id(0) % tiles).to(tl.int64)
-    first = (tl.program_id(0) // tiles).to(tl.int64) * slabs * ROWS
-    if AXIS == 2:
-        columns = tile * TILE + tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
-        lane = tl.arange(0, ROWS)
-    else:
-        columns = tile * TILE + tl.arange(0, LANES)[None, :] + tl.arange(0, 8)[:, None] * LANES
-        lane = tl.max_contiguous(tl.arange(0, ROWS), VECTOR)
-    width = tl.minimum(C - tile * TILE, TILE).to(tl.int32)
-
-    block_bits = tl.zeros([ROWS], tl.int32)
-    if BLOCK:
-        for i in range(slabs):
-            most = tl.zeros([ROWS, LANES], tl.int32)
-            for k in tl.static_range(0, TILE, CHUNK):
-                bits = load_bits(x_ptr, first + i * ROWS + lane, columns, k, R, C, stride_r, stride_c, EVEN)
-                most = tl.maximum(most, tl.max(bits, axis=AXIS))
-            block_bits = tl.maximum(block_bits, tl.max(most, axis=1))
-        block_bits = tl.zeros_like(block_bits) + tl.max(block_bits, axis=0)
-
-    FOLD: tl.constexpr = VECTOR if AXIS == 1 else 1
-    zero = tl.zeros([ROWS // FOLD], tl.int32)
-    none = tl.zeros([ROWS // FOLD], tl.float64)
-    n_nonzero, n_nan, n_inf, n_coded, n_codes, n_lost, n_saturated = zero, zero, zero, zero, zero, zero, zero
-    n_blocks, n_zero_blocks, n_scaled, n_bad, n_present = zero, zero, zero, zero, zero
-    x2, x1, x4, coded_x2, e2, xe, log2, log2_sq = none, none, none, none, none, none, none, none
-    largest_bits, most_not = zero, tl.zeros([ROWS // FOLD], tl.uint32)
-    neg_scale = tl.full([ROWS // FOLD], NOT_MEASURED, tl.float32)
-    scale_high = tl.full([ROWS // FOLD], NOT_MEASURED, tl.float32)
-    stale = tl.full([ROWS // FOLD], NOT_MEASURED, tl.float64)
-    p0 = tl.zeros([ROWS, LANES], tl.int32)
-    p1, p2, p3, p4, p5, p6, p7, p8, p9, p10 = p0, p0, p0, p0, p0, p0, p0, p0, p0, p0
-    n_small, n_below, bins = zero, zero, tl.zeros([64], tl.int32)
-
-    here_slabs = tl.minimum(slabs, tl.cdiv(R - first, ROWS)).to(tl.int32)
-    for i in range(here_slabs):
-        rows = first + i * ROWS + lane
-        present = rows < R
-        most = tl.zeros([ROWS, LANES], tl.int32)
-        least = tl.full([ROWS, LANES], 0xFFFFFFFF, tl.uint32)
-        zeros = tl.zeros([ROWS, LANES], tl.int32)
-        if PACKED:
-            one = tl.zeros(SHAPE, tl.uint16)
-            high, low = one, tl.full(SHAPE, 0xFFFF, tl.uint16)
-            for k in tl.range(0, TILE, CHUNK, loop_unroll_factor=SCAN):
-                raw = load_chunk(x_ptr, rows, columns, k, R, C, stride_r, stride_c, EVEN)
-                high, low, one = scan(raw.to(tl.uint16, bitcast=True), high, low, one)
-            most = tl.max(high.to(tl.int32), axis=AXIS) << 16
-            least = ((tl.min(low.to(tl.uint32), axis=AXIS) + 1) << 16) - 1
-            zeros = TILE // LANES - tl.sum(one.to(tl.int32), axis=AXIS)
-        for k in tl.static_range(0, 0 if PACKED else TILE, CHUNK):
-            bits = load_bits(x_ptr, rows, columns, k, R, C, stride_r, stride_c, EVEN)
-            most, least, zeros = scan_bits(bits, most, least, zeros, AXIS)
-        amax_bits = tl.max(most, axis=1)
-        group_bits = block_bits if BLOCK else amax_bits
-        if GIVEN:
-            group = rows // TILE if BLOCK else rows
-            scale = tl.load(scales_ptr + group * scale_r + tile * scale_c, mask=present, other=1.0)
-        else:
-            scale = scale_of(group_bits, LARGEST, POWER_OF_TWO)
-        whole = group_bits < INFINITY
-        finite_bits, divisor, carry = amax_bits, scale, tl.full([ROWS], 1.0, tl.float32)
-        shrink = carry
-        odd = tl.max(tl.maximum(amax_bits, group_bits), axis=0) >= _HUGE  # NaN and Inf too
-        if odd:
-            nan, inf = tl.zeros([ROWS, LANES], tl.int32), tl.zeros([ROWS, LANES], tl.int32)
-            most, zeros = nan, nan
-            least = tl.full([ROWS, LANES], 0xFFFFFFFF, tl.uint32)
-            for j in range(0, TILE, CHUNK):
-                bits = load_bits(x_ptr, rows, columns, j, R, C, stride_r, stride_c, EVEN)
-                nan += tl.sum((bits > INFINITY).to(tl.int32), axis=AXIS)
-                inf += tl.sum((bits == INFINITY).to(tl.int32), axis=AXIS)
-                bits = tl.where(bits < INFINITY, bits, 0)
-                most, least, zeros = scan_bits(bits, most, least, zeros, AXIS)
-            n_nan += folded(tl.sum(nan, axis=1), FOLD)
-            n_inf += folded(tl.sum(inf, axis=1), FOLD)
-            finite_bits = tl.max(most, axis=1)
-            if not GIVEN:
-                unit = unit_of(finite_bits.to(tl.float32, bitcast=True))
-                shrink = tl.where((scale > 2.0**90) & FAST, _SHRINK, 1.0)
-                shrink = tl.where(whole, shrink, reciprocal(unit))
-                carry = tl.where(whole, 1.0, unit)
-                divisor = tl.where(whole, scale * shrink, 1.0)
-        if GIVEN:
-            carry = unit_of(tl.div_rn(finite_bits.to(tl.float32, bitcast=True), scale))
-        if COUNTED:
-            smallest = (tl.min(least, axis=1) + 1).to(tl.int32).to(tl.float32, bitcast=True)
-            tiny = (smallest > 0.0) & (smallest < scale * (2.0 * ALIASED))
-            rare = odd | (tl.max(tiny.to(tl.int32), axis=0) > 0)
-            if not rare:
-                n_small += folded(tl.sum(zeros, axis=1), FOLD)
-        sum_x2 = tl.zeros([ROWS, LANES], tl.float32)
-        sum_x1, sum_x4, sum_e2, sum_xe = sum_x2, sum_x2, sum_x2, sum_x2
-        codes = tl.zeros([ROWS, LANES], tl.int32)
-        lost, saturated = codes, codes
-        half = tl.full([1, 1, 1], SUBNORMAL / 2, tl.float32)
-        beyond = tl.full([1, 1, 1], LARGEST * _SLACK, tl.float32)
-        r = tl.div_rn(1.0, divisor)
-        tail = tl.fma(-divisor, r, 1.0) * r
-        for g in range(0, TILE, CHUNK * UNROLL):
-            for h in tl.static_range(UNROLL):
-                x = load_chunk(x_ptr, rows, columns, g + h * CHUNK, R, C, stride_r, stride_c, EVEN)
-                x = widen(x.to(tl.uint16, bitcast=True)) if PACKED else x.to(tl.float32)
-                if odd:
-                    x = tl.where(magnitude_bits(x) < INFINITY, x * spread(shrink), 0.0)
-                y = tl.fma(x, spread(r), x * spread(tail)) if FAST else tl.div_rn(x, spread(divisor))
-                if CODED:
-                    q = load_chunk(codes_ptr, rows, columns, g + h * CHUNK, R, C, code_r, code_c, EVEN)
-                    q = tl.where(spread(whole), q.to(CODE, bitcast=True).to(tl.float32), 0.0)
-                else:
-                    q = (tl.clamp(y, -LARGEST, LARGEST) if GIVEN else y).to(CODE).to(tl.float32)
-                magnitude = tl.abs(y)
-                if CODED or STOCHASTIC:
-                    codes += tl.sum((q != 0.0).to(tl.int32), axis=AXIS)
-                    few = magnitude < SUBNORMAL / 2 if STOCHASTIC else q == 0.0
-                    lost += tl.sum(((x != 0.0) & few).to(tl.int32), axis=AXIS)
-                else:
-                    codes += tl.sum(sign(half - magnitude), axis=AXIS)  # a tie is rounded to even, to 0
-                if GIVEN:
-                    saturated += tl.sum(sign(beyond - magnitude), axis=AXIS)
-                if COUNTED:
-                    exponent = y.to(tl.int32, bitcast=True) >> 23
-                    if rare:  # divided: the quick quotient rounds a tie, |y| of 2^-150, up
-                        magnitude = tl.abs(tl.div_rn(x, spread(divisor)))
-                        magnitude = tl.where(spread(whole), magnitude, 0.0)
-                        small = magnitude < ALIASED
-                        below = small & (magnitude > 0.0)
-                        n_small += folded(tl.sum(tl.sum(small.to(tl.int32), axis=AXIS), axis=1), FOLD)
-                        n_below += folded(tl.sum(tl.sum(below.to(tl.int32), axis=AXIS), axis=1), FOLD)
-                        exponent = tl.where(small, 0, magnitude.to(tl.int32, bitcast=True) >> 23)
-                    p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10 = add_exponents(
-                        exponent, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, AXIS)
-                elif HISTOGRAM:
-                    exponent = (magnitude.to(tl.int32, bitcast=True) >> 23) - 127 - _FIRST_EXPONENT
-                    bin = tl.minimum(tl.maximum(exponent, 0), BINS - 1)
-                    bin = tl.where((magnitude > 0.0) & spread(whole), bin, 63)  # the last of 64 is not kept
-                    bins += tl.histogram(tl.ravel(bin, can_reorder=True), 64)
-                if GIVEN:
-                    q = q * spread(reciprocal(carry))
-                    y = y * spread(reciprocal(carry))
-                e = y - q
-                y2 = y * y
-                sum_x2 += tl.sum(y2, axis=AXIS)
-                sum_x1 += tl.sum(tl.abs(y), axis=AXIS)
-                sum_x4 += tl.sum(y2 * y2, axis=AXIS)
-                sum_e2 += tl.sum(e * e, axis=AXIS)
-                sum_xe += tl.sum(y * e, axis=AXIS)
-
-        # Elements by fate.
-        nonzero = TILE - tl.sum(zeros, axis=1)
-        here = tl.where(present, width, 0)
-        n_present += folded(here, FOLD)
-        n_nonzero += folded(nonzero, FOLD)
-        n_coded += folded(tl.where(whole, here, 0), FOLD)
-        tile_codes = tl.sum(codes, axis=1)
-        n_codes += folded(tl.where(whole, tile_codes, 0), FOLD)
-        if CODED or STOCHASTIC:
-            n_lost += folded(tl.where(whole, tl.sum(lost, axis=1), 0), FOLD)
-        else:
-            n_lost += folded(tl.where(whole, nonzero - tile_codes, 0), FOLD)
-        if GIVEN:
-            n_saturated += folded(tl.where(whole, tl.sum(saturated, axis=1), 0), FOLD)
-        largest_bits = tl.maximum(largest_bits, folded_max(finite_bits, FOLD))
-        most_not = tl.maximum(most_not, folded_max(tl.min(least, axis=1) ^ 0xFFFFFFFF, FOLD))
-
-        # Moments and errors: fp32 within a tile, float64 from there on.
-        weight = scale.to(tl.float64) * carry.to(tl.float64)
-        square = weight * weight
-        tile_x2 = tl.sum(sum_x2, axis=1).to(tl.float64) * square
-        tile_e2 = tl.where(whole, tl.sum(sum_e2, axis=1).to(tl.float64) * square, 0.0)
-        x2 += folded(tile_x2, FOLD)
-        x1 += folded(tl.sum(sum_x1, axis=1).to(tl.float64) * weight, FOLD)
-        x4 += folded(tl.sum(sum_x4, axis=1).to(tl.float64) * (square * square), FOLD)
-        coded_x2 += folded(tl.where(whole, tile_x2, 0.0), FOLD)
-        e2 += folded(tile_e2, FOLD)
-        xe += folded(tl.where(whole, tl.sum(sum_xe, axis=1).to(tl.float64) * square, 0.0), FOLD)
-
-        # Blocks: each tile is one, or all of this program's are.
-        if not BLOCK:
-            scaled = present & whole & (amax_bits > 0)
-            n_blocks += folded(present.to(tl.int32), FOLD)
-            n_zero_blocks += folded((present & (amax_bits == 0)).to(tl.int32), FOLD)
-            n_scaled += folded(scaled.to(tl.int32), FOLD)
-            bad = (tile_e2 > BAD * tile_x2) | (amax_bits >= INFINITY)
-            n_bad += folded((present & bad).to(tl.int32), FOLD)
-            bits_of_scale = tl.where(scaled, tl.log2(scale), 0.0).to(tl.float64)
-            log2 += folded(bits_of_scale, FOLD)
-            log2_sq += folded(bits_of_scale * bits_of_scale, FOLD)
-            neg_scale = tl.maximum(neg_scale, folded_max(tl.where(scaled, -scale, NOT_MEASURED), FOLD))
-            scale_high = tl.maximum(scale_high, folded_max(tl.where(scaled, scale, NOT_MEASURED), FOLD))
-            if GIVEN:
-                excess = tl.where(scaled, staleness(amax_bits, scale, LARGEST), NOT_MEASURED)
-                stale = tl.maximum(stale, folded_max(excess, FOLD))
-
-    if BLOCK:
-        head = lane == 0
-        whole = head & (block_bits < INFINITY)
-        if GIVEN:
-            scale = tl.load(scales_ptr + first // TILE * scale_r + tile * scale_c)
-        else:
-            scale = tl.max(scale_of(block_bits, LARGEST, POWER_OF_TWO), axis=0)
-        scales = tl.zeros([ROWS], tl.float32) + scale
-        scaled = whole & (block_bits > 0)
-        n_blocks = head.to(tl.int32)
-        n_zero_blocks = (whole & (block_bits == 0)).to(tl.int32)
-        n_scaled = scaled.to(tl.int32)
-        bad = (tl.zeros([ROWS], tl.float64) + tl.sum(e2, axis=0) > BAD * tl.sum(x2, axis=0))
-        n_bad = (head & (bad | (block_bits >= INFINITY))).to(tl.int32)
-        log2 = tl.where(scaled, tl.log2(scales), 0.0).to(tl.float64)
-        log2_sq = log2 * log2
-        neg_scale = tl.where(scaled, -scales, NOT_MEASURED)
-        scale_high = tl.where(scaled, scales, NOT_MEASURED)
-        if GIVEN:
-            stale = tl.where(scaled, staleness(block_bits, scales, LARGEST), NOT_MEASURED)
-
-    slot, slots = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    ints_ptr += slot
-    tl.store(ints_ptr, tl.sum(n_nonzero, axis=0))
-    tl.store(ints_ptr + slots, tl.sum(n_nan, axis=0))
-    tl.store(ints_ptr + slots * 2, tl.sum(n_inf, axis=0))
-    tl.store(ints_ptr + slots * 3, tl.sum(n_coded, axis=0))
-    tl.store(ints_ptr + slots * 4, tl.sum(n_coded - n_codes, axis=0))
-    tl.store(ints_ptr + slots * 5, tl.sum(n_lost, axis=0))
-    tl.store(ints_ptr + slots * 6, tl.sum(n_saturated, axis=0))
-    tl.store(ints_ptr + slots * 7, tl.sum(n_blocks, axis=0))
-    tl.store(ints_ptr + slots * 8, tl.sum(n_zero_blocks, axis=0))
-    tl.store(ints_ptr + slots * 9, tl.sum(n_scaled, axis=0))
-    tl.store(ints_ptr + slots * 10, tl.sum(n_bad, axis=0))
-    if COUNTED:
-        store_planes(ints_ptr + slots * COUNTS, slots, tl.sum(n_small, axis=0), tl.sum(n_below, axis=0),
-                     p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, p10, BINS)
-    elif HISTOGRAM:
-        column = tl.arange(0, 64)
-        tl.store(ints_ptr + slots * (COUNTS + column), bins, mask=column < BINS)
-    reals_ptr += slot
-    tl.store(reals_ptr, tl.sum(x2, axis=0))
-    tl.store(reals_ptr + slots, tl.sum(x1, axis=0))
-    tl.store(reals_ptr + slots * 2, tl.sum(x4, axis=0))
-    tl.store(reals_ptr + slots * 3, tl.sum(coded_x2, axis=0))
-    tl.store(reals_ptr + slots * 4, tl.sum(e2, axis=0))
-    tl.store(reals_ptr + slots * 5, tl.sum(xe, axis=0))
-    tl.store(reals_ptr + slots * 6, tl.sum(log2, axis=0))
-    tl.store(reals_ptr + slots * 7, tl.sum(log2_sq, axis=0))
-    some = tl.sum(n_present - n_nan - n_inf, axis=0) > 0
-    largest = tl.max(largest_bits, axis=0).to(tl.float32, bitcast=True)
-    before = tl.max(most_not, axis=0) ^ 0xFFFFFFFF
-    least = tl.where(before < INFINITY, before + 1, INFINITY).to(tl.int32).to(tl.float32, bitcast=True)
-    tl.store(reals_ptr + slots * 8, tl.where(some, largest, NOT_MEASURED))
-    tl.store(reals_ptr + slots * 9, -least)
-    tl.store(reals_ptr + slots * 10, tl.max(neg_scale, axis=0))
-    tl.store(reals_ptr + slots * 11, tl.max(scale_high, axis=0))
-    tl.store(reals_ptr + slots * 12, tl.max(stale, axis=0))
+    program = tl.program_id(0)
+    measure_slabs(x_ptr, scales_ptr, codes_ptr, ints_ptr, reals_ptr, program, program, tl.num_programs(0), R,
+                  C, stride_r, stride_c, scale_r, scale_c, code_r, code_c, slabs, LARGEST, SUBNORMAL, BAD,
+                  CODE, BLOCK, GIVEN, CODED, STOCHASTIC, POWER_OF_TWO, HISTOGRAM, EVEN, PACKED, False, SCAN,
+                  UNROLL, ROWS, LANES, VECTOR)
 
 
 def round_trip(
@@ -364,11 +92,11 @@ def round_trip(
     row = RowSums.zeros(x.device) if out is None else out
     block = scaling == "block 128x128"
     transposed = x.stride(0) == 1 and x.stride(1) != 1
-    layout = _ROWS_ADJACENT if transposed else _COLUMNS_ADJACENT
+    layout = ROWS_ADJACENT if transposed else COLUMNS_ADJACENT
     tiles = triton.cdiv(x.shape[1], TILE_EDGE)
     steps = triton.cdiv(x.shape[0], layout["ROWS"])
-    most = _MOST_ELEMENTS * layout["LANES"] // TILE_EDGE
-    slabs = TILE_EDGE // layout["ROWS"] if block else _slabs(steps, tiles, _RESIDENT[not transposed], most)
+    slabs = TILE_EDGE // layout["ROWS"] if block else _slabs(steps, tiles, RESIDENT[not transposed],
+                                                             most_slabs(layout))
     slots = triton.cdiv(steps, slabs) * tiles
     partials = Partials(x, slots, histogram=histogram)
     if slots:
@@ -380,15 +108,25 @@ def round_trip(
         _launch(
             slots, x, used, given, partials.ints, partials.reals, partials.ints if flag is None else flag,
             *x.shape, *x.stride(), *used.stride(), *given.stride(), slabs, num_warps=1,
-            constants={"LARGEST": element.largest, "SUBNORMAL": element.smallest_subnormal, "BLOCK": block,
-                       "BAD": BAD_BLOCK_FACTOR * 10.0 ** (-element.sqnr_floor_db / 10.0),
-                       "CODE": CODE_TYPES[element.name], "GIVEN": scales is not None,
+            constants={**format_constants(element), "BLOCK": block, "GIVEN": scales is not None,
                        "CODED": codes is not None, "FLAGGED": flag is not None,
                        "STOCHASTIC": rounding == "stochastic", "POWER_OF_TWO": power_of_two,
                        "HISTOGRAM": histogram, "PACKED": packed, **layout,
                        "EVEN": x.shape[0] % whole_rows == 0 and x.shape[1] % TILE_EDGE == 0})
     partials.merge_into(row, x, flag)
     return row
+
+
+def format_constants(element: Format) -> dict[str, Any]:
+    """What the kernel knows of a format."""
+    return {"LARGEST": element.largest, "SUBNORMAL": element.smallest_subnormal,
+            "BAD": BAD_BLOCK_FACTOR * 10.0 ** (-element.sqnr_floor_db / 10.0),
+            "CODE": CODE_TYPES[element.name]}
+
+
+def most_slabs(layout: dict[str, int]) -> int:
+    """Slabs that a program may take."""
+    return _MOST_ELEMENTS * layout["LANES"] // TILE_EDGE
 
 
 @functools.lru_cache(1024)

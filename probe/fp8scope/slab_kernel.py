@@ -57,20 +57,21 @@ def folded_max(tiles: tl.tensor, FOLD: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def load_chunk(ptr: tl.tensor, rows: tl.tensor, columns: tl.tensor, k: tl.tensor, R: tl.tensor, C: tl.tensor,
-               stride_r: tl.tensor, stride_c: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
-    """Columns k + `columns` of some rows, [ROWS, ., .]; zeros outside of the matrix."""
+               stride_r: tl.tensor, stride_c: tl.tensor, EVEN: tl.constexpr, ROOT: tl.constexpr) -> tl.tensor:
+    """Columns k + `columns` of some rows, [ROWS, ., .]; zeros outside of the matrix. ROOT: their square
+    roots, fp32."""
     at = columns[None, :, :] + k
     ptrs = ptr + spread(rows) * stride_r + at * stride_c
-    if EVEN:
-        return tl.load(ptrs)
-    return tl.load(ptrs, mask=(spread(rows) < R) & (at < C), other=0)
+    x = tl.load(ptrs) if EVEN else tl.load(ptrs, mask=(spread(rows) < R) & (at < C), other=0)
+    return tl.sqrt_rn(x.to(tl.float32)) if ROOT else x
 
 
 @triton.jit
 def load_bits(ptr: tl.tensor, rows: tl.tensor, columns: tl.tensor, k: tl.tensor, R: tl.tensor, C: tl.tensor,
-              stride_r: tl.tensor, stride_c: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
+              stride_r: tl.tensor, stride_c: tl.tensor, EVEN: tl.constexpr, ROOT: tl.constexpr) -> tl.tensor:
     """The bits of |x| as fp32 of a chunk."""
-    return magnitude_bits(load_chunk(ptr, rows, columns, k, R, C, stride_r, stride_c, EVEN).to(tl.float32))
+    x = load_chunk(ptr, rows, columns, k, R, C, stride_r, stride_c, EVEN, ROOT)
+    return magnitude_bits(x.to(tl.float32))
 
 
 @cache

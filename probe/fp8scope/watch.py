@@ -2,17 +2,18 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8scope.backend import round_trip, takes_flag
+from fp8scope.backend import round_trip, round_trips, takes_flag
+from fp8scope.batch import Trip
 from fp8scope.capture import Relaxed
 from fp8scope.gemm import WgradSample
 from fp8scope.rows import Rows
@@ -25,6 +26,18 @@ from fp8scope_protocol.wire import ProbeEvent
 
 TURNS = 8
 """Detailed steps in which every layer has once had the turn of what is dearest."""
+
+
+class Operand(NamedTuple):
+    """A tensor that is measured with current scales, and where it is put."""
+
+    series: Series
+    x: Tensor
+    """[R, C]"""
+    element: Format
+    power_of_two: bool = False
+    root: bool = False
+    """Whether the square root of x is measured."""
 
 
 class Guard:
@@ -127,6 +140,8 @@ class Watch:
         """Layers whose forward was measured in this step."""
         self.gradients: set[str] = set()
         """Layers whose gradient was."""
+        self.plans: dict[Any, Any] = {}
+        """What kernels keep of earlier batches; see `backend.round_trips`."""
         self.anchor = torch.zeros(1, device=rows.device, requires_grad=True)
         """See compiled.py."""
         self.calls: dict[str, dict[int, WgradSample | None]] = {}
@@ -229,6 +244,10 @@ class Watch:
         """Whether layer `index` is measured in this step by what only every TURNS-th layer is."""
         return self.detailed and (index - self._details + 1) % TURNS == 0
 
+    def again(self, *key: str) -> None:
+        """Lets `once` say True again."""
+        self._once.discard(key)
+
     def once(self, *key: str) -> bool:
         """True the first time in a step that `key` is asked for."""
         if key in self._once:
@@ -250,6 +269,24 @@ class Watch:
                            power_of_two=power_of_two, histogram=self.detailed, out=row if here else None)
         if not here:
             row.add(found.to(self.rows.device))
+
+    def measure_together(self, operands: Sequence[Operand]) -> None:
+        """Adds the round trips of all, of different series, to their rows: two launches for all of a kind.
+
+        Not while a CUDA graph is captured. Nothing is added if it raises.
+        """
+        device = self.rows.device
+        trips = [Trip(one.x, one.element, one.series.scaling, self.rows.row(one.series), one.root,
+                      one.power_of_two) for one in operands if one.x.device == device]
+        round_trips(trips, histogram=self.detailed, plans=self.plans)
+        for one in operands:
+            if one.x.device != device:
+                self.measure_alone(one)
+
+    def measure_alone(self, one: Operand) -> None:
+        """`measure` of an operand."""
+        x = one.x.float().sqrt() if one.root else one.x
+        self.measure(one.series, x, one.element, power_of_two=one.power_of_two)
 
     def announce(self, series: Series) -> bool:
         """Makes sure that `series` has a row. False, and said, where a capture is under way and none is left.

@@ -8,7 +8,7 @@ triton = pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize(("capability", "packed"), [(89, False), (90, True)])
-@pytest.mark.parametrize("layout", ["_COLUMNS_ADJACENT", "_ROWS_ADJACENT"])
+@pytest.mark.parametrize("layout", ["COLUMNS_ADJACENT", "ROWS_ADJACENT"])
 @pytest.mark.parametrize("flagged", [False, True])
 def test_round_trip_compiles(capability: int, packed: bool, layout: str, flagged: bool) -> None:
     """Ada (8.9) cannot compare two 16-bit integers at once, Hopper can: each gets code that it runs, also for
@@ -23,7 +23,7 @@ def test_round_trip_compiles(capability: int, packed: bool, layout: str, flagged
         "LARGEST": 448.0, "SUBNORMAL": 2.0**-9, "BAD": 0.01, "CODE": triton.language.float8e4nv,
         "BLOCK": False, "GIVEN": False, "CODED": False, "STOCHASTIC": False, "POWER_OF_TWO": False,
         "HISTOGRAM": True, "EVEN": True, "PACKED": packed, "FLAGGED": flagged,
-        "stride_r" if layout == "_ROWS_ADJACENT" else "stride_c": 1,
+        "stride_r" if layout == "ROWS_ADJACENT" else "stride_c": 1,
         **getattr(roundtrip_kernel, layout),
     }
     kinds = {"x_ptr": "*bf16", "scales_ptr": "*bf16", "codes_ptr": "*bf16", "ints_ptr": "*i32",
@@ -48,8 +48,8 @@ def test_tiles_compile(scaling: str, summed: bool, coded: bool, flagged: bool) -
     from fp8scope_protocol.formats import E4M3
 
     kernel = tile_kernel._tile_kernel
-    constants = tile_kernel._constants(E4M3, scaling, False, summed=summed, coded=coded,
-                                       flagged=flagged, compiled=True)
+    constants = tile_kernel.constants_of(E4M3, scaling, False, summed=summed, coded=coded,
+                                         flagged=flagged, compiled=True)
     kinds = {"x_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32", "ints_ptr": "*i32",
              "flag_ptr": "*i32", "reals_ptr": "*fp64"}
     names = kernel.arg_names
@@ -59,6 +59,6 @@ def test_tiles_compile(scaling: str, summed: bool, coded: bool, flagged: bool) -
     source = ASTSource(fn=kernel, signature=signature,
                        constexprs={(names.index(name),): value for name, value in constants.items()},
                        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned})
-    options = {"num_warps": constants["ROWS"] // 16} | ({} if coded else {"maxnreg": tile_kernel._REGISTERS})
+    options = {"num_warps": constants["ROWS"] // 16} | ({} if coded else {"maxnreg": tile_kernel.REGISTERS})
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     assert "ld.global.v4.b32" in ptx  # 16 bytes a thread and load
