@@ -104,22 +104,20 @@ def round_trip(
                 histogram=histogram, out=out, **when)
 
 
-def round_trips(trips: Sequence[Trip], *, histogram: bool, plans: dict[Any, Any]) -> None:
-    """Adds all of them to their rows, which must be different ones; see `batch.round_trips`.
+def round_trips(trips: Sequence[Trip], *, histogram: bool, plans: dict[Any, Any]) -> set[int]:
+    """Adds to their rows, which must be different ones, what kernels can measure together; see
+    `batch.round_trips`. Returns which: the others are left. Nothing is added if it raises.
 
     plans: what kernels keep between calls; belongs to the caller, who gives it every time.
     """
-    together = [trip for trip in trips if runs_kernels(trip.x, trip.element)]
-    if together:
-        from fp8scope import batch_kernel
+    if not any(runs_kernels(trip.x, trip.element) for trip in trips):
+        return set()
+    from fp8scope import batch_kernel
 
-        together = [trip for trip in together if batch_kernel.fits(trip)]
-        batch_kernel.round_trips(together, histogram=histogram, plans=plans)
-    done = set(map(id, together))
-    for trip in trips:
-        if id(trip) not in done:
-            round_trip(trip.operand, trip.element, trip.scaling, power_of_two=trip.power_of_two,
-                       histogram=histogram, out=trip.row)
+    taken = [i for i, trip in enumerate(trips)
+             if runs_kernels(trip.x, trip.element) and batch_kernel.fits(trip)]
+    batch_kernel.round_trips([trips[i] for i in taken], histogram=histogram, plans=plans)
+    return set(taken)
 
 
 def takes_flag(x: Tensor, element: Format, scaling: str) -> bool:

@@ -1,11 +1,11 @@
 """Triton twin of `batch.round_trips`: one launch for all tensors of a kind, and one that merges all of them.
 
-A launch takes the host some 10 us, and one round trip is two of them; 400 matrices of 256 x 256, whose bytes
-are read in 20 us, would take 800 launches. Here a program finds its tensor in a table: a map gives its number,
-the table its address, sizes and first program. What it then does is what `tile_kernel` (bf16, whole slabs,
-no histogram) or `roundtrip_kernel` (all else) does for one tensor: both call the same device code, so counts
-and extremes agree to the bit. Partial results of all kinds lie in one table. A tensor's are neighbours, and
-one program a column adds them up in fixed order: the same input gives the same bits.
+One round trip is two launches, so many small tensors cost the host more than the device. Here a program
+finds its tensor in a table: a map gives its number, the table its address, sizes and first program. What it
+then does is what `tile_kernel` (bf16, whole slabs, no histogram) or `roundtrip_kernel` (all else) does for
+one tensor: they share their device code, so counts and extremes agree to the bit. Partial results of all
+kinds lie in one table. A tensor's are neighbours, and one program a column adds them up in fixed order: the
+same input gives the same bits.
 
 Kinds. Types, formats, scalings, square roots and whether slabs are whole are constants of a kernel: tensors
 that differ in one of them are of another kind, and of another launch. How many slabs a program takes is
@@ -15,8 +15,8 @@ Tables. They hold addresses, of tensors and of rows, so they stay right while th
 are kept by the caller and made anew for other addresses. The copy comes from pinned memory, for which the
 host does not wait.
 
-Rejected: a search for the tensor in the table instead of a map (nine loads in a row that depend on each other
-for 300 tensors); tables of tiles instead of tensors (as many bytes as a small tensor has).
+Not chosen: a search in the table instead of the map, which is a row of loads that wait for each other; one
+launch for what is ragged and what is not, where masks would forbid wide loads to all.
 """
 
 import functools
@@ -190,7 +190,9 @@ def _measure(launch: Launch, partials: Partials, histogram: bool) -> None:
     programs = len(launch.tensors)
     if not programs:
         return
-    constants = _constants(launch.kind, histogram, launch.table.device)
+    device = launch.table.device
+    constants = constants_of(launch.kind, histogram=histogram, compiled=device.type == "cuda",
+                             packed=device.type == "cuda" and packs(device))
     where = launch.table, launch.tensors, partials.ints, partials.reals, launch.base, partials.slots
     if launch.kind.light:
         _launch_tiles(programs, *where, launch.slabs, constants=constants,
@@ -270,17 +272,17 @@ def _there(table: Tensor, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(64)
-def _constants(kind: Kind, histogram: bool, device: torch.device) -> dict[str, Any]:
-    """The kernel's constants."""
+def constants_of(kind: Kind, *, histogram: bool, compiled: bool, packed: bool) -> dict[str, Any]:
+    """The kernel's constants. packed: the device can compare two bf16 at once."""
     if kind.light:
         found = tile_kernel.constants_of(kind.element, kind.scaling, kind.power_of_two, summed=True,
-                                         coded=False, flagged=False, compiled=device.type == "cuda")
+                                         coded=False, flagged=False, compiled=compiled)
         return {name: value for name, value in found.items() if name not in ("SUMS", "CODES", "FLAGGED")}
-    packed = device.type == "cuda" and kind.dtype == torch.bfloat16 and not kind.root and packs(device)
     return {
         "TYPE": TYPES[kind.dtype], **roundtrip_kernel.format_constants(kind.element),
         "BLOCK": kind.scaling == "block 128x128", "POWER_OF_TWO": kind.power_of_two, "HISTOGRAM": histogram,
-        "EVEN": kind.whole, "PACKED": packed, "ROOT": kind.root, **roundtrip_kernel.COLUMNS_ADJACENT,
+        "EVEN": kind.whole, "ROOT": kind.root, **roundtrip_kernel.COLUMNS_ADJACENT,
+        "PACKED": packed and kind.dtype == torch.bfloat16 and not kind.root,
     }
 
 

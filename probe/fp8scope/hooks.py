@@ -36,6 +36,7 @@ from fp8scope.roundtrip import channel_outlier_ratio
 from fp8scope.sharding import is_first_copy, is_measured_here, unreadable
 from fp8scope.transformer_engine import by_gemm
 from fp8scope.watch import Watch, matrix
+from fp8scope.weights import Weights
 from fp8scope_protocol.formats import Format
 from fp8scope_protocol.recipes import what_ifs
 from fp8scope_protocol.series import Series
@@ -51,8 +52,9 @@ class Removable(Protocol):
 def install(layers: tuple[Layer, ...], watch: Watch) -> list[Removable]:
     """Hooks on every layer, and an observer in those that report by themselves; the handles undo it."""
     handles: list[Removable] = []
+    weights = Weights(watch)
     for layer in layers:
-        probe = LayerProbe(layer, watch)
+        probe = LayerProbe(layer, watch, weights)
         handles.append(probe)
         handles.append(layer.module.register_forward_pre_hook(ForwardPreHook(probe), with_kwargs=True))
         if layer.engine:
@@ -78,9 +80,11 @@ class Call(threading.local):
 class LayerProbe:
     """One watched layer: its series, and the forward under way."""
 
-    def __init__(self, layer: Layer, watch: Watch) -> None:
+    def __init__(self, layer: Layer, watch: Watch, weights: Weights) -> None:
         self.layer = layer
         self.watch = watch
+        self.weights = weights
+        """Of all layers."""
         self.call = Call()
         self.left: RemovableHandle | None = None
         """Of a forward hook that is the first of its layer, and stays if the forward raises."""
@@ -152,12 +156,16 @@ class LayerProbe:
 
     def add_weight(
         self, series: Series, weight: Tensor, element: Format, scales: Tensor | None = None, *,
-        power_of_two: bool = False,
+        power_of_two: bool = False, current: bool = False, gemm: int = 0,
     ) -> None:
-        """Once a step. Under FSDP all ranks hold the whole weight here, and one of them measures it."""
+        """Once a step. Under FSDP all ranks hold the whole weight here, and one of them measures it.
+
+        current: in steps that are not detailed, the scales are always those of the weight itself."""
         watch = self.watch
         if not watch.announce(series):  # all ranks have the same series
             return
+        if current:
+            self.weights.expect(self, gemm, series, weight, element, power_of_two=power_of_two)
         mine = is_measured_here(weight, rank=watch.rank, world=watch.world, index=self.layer.dealt)
         if watch.once(*series.key) and mine:
             watch.measure(series, matrix(weight), element, scales=scales, power_of_two=power_of_two)
@@ -170,7 +178,8 @@ class LayerProbe:
                                  gemm=gemm)
             self.add_weight(series, weight, cast.element, cast.scales(), power_of_two=cast.power_of_two)
         for element, scaling in what_ifs(self.watch.recipes, "weight"):
-            self.add_weight(self.series("weight", "rowwise", element, scaling, gemm=gemm), weight, element)
+            self.add_weight(self.series("weight", "rowwise", element, scaling, gemm=gemm), weight, element,
+                            current=True, gemm=gemm)
 
     def operands(self, x: Tensor, weight: Tensor, call: int) -> None:
         """One call in a compiled region; see `compiled.Traced`."""
@@ -179,6 +188,7 @@ class LayerProbe:
             return
         if watch.is_first_pass(self.layer.module) and watch.measuring:
             watch.ran.add(name)
+            self.weights.begin()
             with watch.guarded(name):
                 _measure_operands(self, weight, [x])
                 watch.calls.setdefault(name, {})[call] = self.call.sample
@@ -219,6 +229,7 @@ class ForwardPreHook(Inert):
         probe.left = after.handle if first else None
         if counts:
             probe.watch.ran.add(probe.layer.name)
+            probe.weights.begin()
             if not probe.layer.in_situ and not probe.layer.engine:
                 with probe.watch.guarded(probe.layer.name):
                     _measure_inputs(probe, module, (args, kwargs))

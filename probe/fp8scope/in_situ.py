@@ -58,7 +58,8 @@ class InSituObserver(InertObserver):
             series = probe.series(role, orientation, E4M3, scaling, policy)
             used = scales if policy == "delayed" or watch.detailed else None
             if role == "weight":
-                probe.add_weight(series, x, E4M3, used, power_of_two=power_of_two)
+                probe.add_weight(series, x, E4M3, used, power_of_two=power_of_two,
+                                 current=policy != "delayed")
                 return
             x = matrix(x)
             watch.measure(series, x, E4M3, scales=used, power_of_two=power_of_two)

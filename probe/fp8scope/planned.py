@@ -34,6 +34,7 @@ from fp8scope.transformer_engine import HIDDEN, unread
 from fp8scope.twins import twin_series
 from fp8scope.updates import weight_series
 from fp8scope.watch import Watch
+from fp8scope.weights import Weights
 from fp8scope_protocol.formats import E4M3
 from fp8scope_protocol.recipes import Recipe, what_ifs
 from fp8scope_protocol.series import Series
@@ -53,10 +54,11 @@ class Plan:
 def plan_layers(model: nn.Module, recipes: tuple[Recipe, ...], *, tokens: int) -> Iterator[Plan]:
     """Operands of the linear layers, `tokens` rows each."""
     watch = Watch(Rows(torch.device("cpu")), recipes=recipes, rank=0, world=1)
+    weights = Weights(watch)
     for layer in find_layers(model):
         if obstacle(layer):
             continue
-        probe = LayerProbe(layer, watch)
+        probe = LayerProbe(layer, watch, weights)
         for role, size in _operands(layer, tokens):
             for series in _series(probe, recipes, role, "rowwise"):
                 yield Plan(series=series, light_bytes=size, detailed_bytes=size)

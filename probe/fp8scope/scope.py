@@ -255,8 +255,7 @@ class Scope:
             if ready:
                 self._sentinels.read_gradients(optimizer, sampled=self._watch.sampling)
         if self._watch.detailed:
-            with self._watch.guarded("experts"):
-                measure_fused(self._model, self._places, self._watch)
+            measure_fused(self._model, self._places, self._watch)
         with self._watch.guarded("twins"):
             self._twins.before(optimizer, ready=ready)
 

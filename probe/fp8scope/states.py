@@ -8,7 +8,7 @@ Only matrices are measured: no state format quantizes vectors. Under FSDP a rank
 all ranks hold alike is measured by one of them. Rows of a [R, C] state are rows of its parameter.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,7 +17,7 @@ from fp8scope.inert import InertObserver
 from fp8scope.layers import ParameterPlace
 from fp8scope.sharding import is_measured_here, local
 from fp8scope.stored import FORMAT_OF
-from fp8scope.watch import Watch
+from fp8scope.watch import Operand, Watch
 from fp8scope_protocol.formats import Format, parse_format
 from fp8scope_protocol.recipes import what_ifs
 from fp8scope_protocol.series import Series
@@ -28,7 +28,8 @@ Places = dict[int, ParameterPlace]
 
 
 def measure_states(optimizer: Optimizer, places: Places, watch: Watch) -> None:
-    """What-if of every floating-point state of a matrix."""
+    """What-if of every floating-point state of a matrix, together where kernels can."""
+    found: list[Operand] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             place = places.get(id(parameter))
@@ -38,7 +39,9 @@ def measure_states(optimizer: Optimizer, places: Places, watch: Watch) -> None:
             with watch.guarded(place.name):
                 for key, role in ROLES.items():
                     if isinstance(x := state.get(key), Tensor) and is_high_precision(x, parameter):
-                        _measure(watch, place, role, parameter, x)
+                        found += _operands(watch, place, role, parameter, x)
+    if found:
+        watch.measure_all(found, "optimizer")
 
 
 class StateRecorder(InertObserver):
@@ -72,13 +75,15 @@ class StateRecorder(InertObserver):
                 self.watch.measure(series, x, parse_format(name), scales=scales, codes=codes)
 
 
-def _measure(watch: Watch, place: ParameterPlace, role: str, parameter: Tensor, state: Tensor) -> None:
+def _operands(
+    watch: Watch, place: ParameterPlace, role: str, parameter: Tensor, state: Tensor
+) -> Iterator[Operand]:
     x = local(state).flatten(1)
     for element, scaling in what_ifs(watch.recipes, role):
         series = state_series(place, role, element, scaling)
         watch.rows.row(series)  # all ranks have the same series
         if _is_mine(watch, parameter, place):
-            watch.measure(series, x.float().sqrt() if role == "exp_avg_sq" else x, element)
+            yield Operand(series, x, element, root=role == "exp_avg_sq")
 
 
 def state_series(

@@ -244,10 +244,6 @@ class Watch:
         """Whether layer `index` is measured in this step by what only every TURNS-th layer is."""
         return self.detailed and (index - self._details + 1) % TURNS == 0
 
-    def again(self, *key: str) -> None:
-        """Lets `once` say True again."""
-        self._once.discard(key)
-
     def once(self, *key: str) -> bool:
         """True the first time in a step that `key` is asked for."""
         if key in self._once:
@@ -270,23 +266,19 @@ class Watch:
         if not here:
             row.add(found.to(self.rows.device))
 
-    def measure_together(self, operands: Sequence[Operand]) -> None:
-        """Adds the round trips of all, of different series, to their rows: two launches for all of a kind.
-
-        Not while a CUDA graph is captured. Nothing is added if it raises.
-        """
-        device = self.rows.device
-        trips = [Trip(one.x, one.element, one.series.scaling, self.rows.row(one.series), one.root,
-                      one.power_of_two) for one in operands if one.x.device == device]
-        round_trips(trips, histogram=self.detailed, plans=self.plans)
-        for one in operands:
-            if one.x.device != device:
-                self.measure_alone(one)
-
-    def measure_alone(self, one: Operand) -> None:
-        """`measure` of an operand."""
-        x = one.x.float().sqrt() if one.root else one.x
-        self.measure(one.series, x, one.element, power_of_two=one.power_of_two)
+    def measure_all(self, operands: Sequence[Operand], where: str) -> None:
+        """Adds the round trips of all, of different series, to their rows: together where kernels can, else,
+        and where that fails, one by one. Guarded in itself; not while a CUDA graph is captured."""
+        done: set[int] = set()
+        with self.guarded(where):
+            trips = [Trip(one.x, one.element, one.series.scaling, self.rows.row(one.series), one.root,
+                          one.power_of_two) for one in operands]
+            done = round_trips(trips, histogram=self.detailed, plans=self.plans)
+        for i, one in enumerate(operands):
+            if i not in done:
+                with self.guarded(one.series.name):
+                    x = one.x.float().sqrt() if one.root else one.x
+                    self.measure(one.series, x, one.element, power_of_two=one.power_of_two)
 
     def announce(self, series: Series) -> bool:
         """Makes sure that `series` has a row. False, and said, where a capture is under way and none is left.
