@@ -48,6 +48,7 @@ Plans = dict[Any, "Plan"]
 
 _MOST_PLANS = 16
 _MOST_LIGHT_SLABS = 64
+_REGISTERS = 128  # what `roundtrip_kernel` takes by itself where it packs; without a cap 162, and none spills
 _FIELDS = tl.constexpr(5)  # of a tensor: address, rows, columns, elements from row to row, first program
 _MERGE_FIELDS = tl.constexpr(7)  # first slot, slots, elements, addresses of the four parts of its row
 _CHUNK, _WIDE_CHUNK = 128, 1024  # partial results that a program of the merge reads at a time
@@ -197,6 +198,8 @@ def _measure(launch: Launch, partials: Partials, histogram: bool) -> None:
     if launch.kind.light:
         _launch_tiles(programs, *where, launch.slabs, constants=constants,
                       num_warps=tile_kernel.warps_of(constants["ROWS"]), maxnreg=tile_kernel.REGISTERS)
+    elif constants["PACKED"] and launch.kind.whole:
+        _launch(programs, *where, launch.slabs, constants=constants, num_warps=1, maxnreg=_REGISTERS)
     else:
         _launch(programs, *where, launch.slabs, constants=constants, num_warps=1)
 
@@ -248,16 +251,17 @@ def _programs(shape: torch.Size, rows: int, slabs: int) -> int:
 
 
 def _slabs(kind: Kind, shapes: Counter[torch.Size]) -> int:
-    """Slabs a program: the fewest waves of programs over all tensors, each dearer by its set-up."""
-    rows, set_up = _rows_of(kind), 1.0
+    """Slabs a program: the fewest waves of programs over all tensors, each dearer by its set-up, which is
+    more than in a launch of its own by two loads that wait for each other."""
+    rows, set_up = _rows_of(kind), 1.5
     if kind.light:
         most, resident = _MOST_LIGHT_SLABS, tile_kernel.resident(rows, coded=False)
     elif kind.scaling == "block 128x128":
         return TILE_EDGE // rows
     else:
         most = roundtrip_kernel.most_slabs(roundtrip_kernel.COLUMNS_ADJACENT)
-        resident, set_up = roundtrip_kernel.RESIDENT[True], 0.4
-    most = max(1, min(most, max(-(-shape[0] // rows) for shape in shapes)))
+        resident, set_up = roundtrip_kernel.RESIDENT[True], 0.9
+    most = min(most, max(1, *(-(-shape[0] // rows) for shape in shapes)))
 
     def cost(slabs: int) -> float:
         programs = sum(_programs(shape, rows, slabs) * count for shape, count in shapes.items())
@@ -268,7 +272,9 @@ def _slabs(kind: Kind, shapes: Counter[torch.Size]) -> int:
 
 def _there(table: Tensor, device: torch.device) -> Tensor:
     """On the device, without a wait for it."""
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    if device.type == "cuda" and table.numel():
+        table = table.pin_memory()
+    return table.to(device, non_blocking=True)
 
 
 @functools.lru_cache(64)

@@ -1,6 +1,6 @@
 """Hooks that measure the linear layers of a model, and the observer of layers that quantize by themselves.
 
-    forward pre-hook    input (activation), weight, GEMM error
+    forward pre-hook    input (activation), weight (see weights.py), GEMM error
     forward hook        puts a tensor hook on each output that wants a gradient
     tensor hook         gradient of the output
 

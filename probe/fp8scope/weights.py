@@ -88,6 +88,7 @@ def _found(wanted: Wanted, watch: Watch) -> Tensor | None:
         or weight.device != watch.rows.device or weight.shape != wanted.shape
         or weight.data_ptr() != wanted.address or not (weight.numel() and weight.is_floating_point())
         or hasattr(weight, "ds_status")  # DeepSpeed's, which may be on its way here
+        or (wanted.series.module, "weight") in watch.recorded  # replays measure it
         or _precision(layer.module) != wanted.precision
         or (layer.in_situ and watch.detailed)  # there scales are given
     ):
