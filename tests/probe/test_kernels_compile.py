@@ -62,3 +62,31 @@ def test_tiles_compile(scaling: str, summed: bool, coded: bool, flagged: bool) -
     options = {"num_warps": constants["ROWS"] // 16} | ({} if coded else {"maxnreg": tile_kernel.REGISTERS})
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     assert "ld.global.v4.b32" in ptx  # 16 bytes a thread and load
+
+
+@pytest.mark.parametrize("scaling", ["tile 1x128", "block 128x128"])
+@pytest.mark.parametrize("light", [True, False])
+def test_batches_compile(light: bool, scaling: str) -> None:
+    """Light: bf16 of which no histogram is asked, else roots of fp32; reading 16 bytes a thread and load."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fp8scope import batch_kernel, tile_kernel
+    from fp8scope_protocol.formats import E4M3
+
+    dtype = torch.bfloat16 if light else torch.float32
+    kind = batch_kernel.Kind(light, dtype, E4M3, scaling, not light, False, True)
+    constants = batch_kernel.constants_of(kind, histogram=not light, compiled=True, packed=light)
+    kernel = batch_kernel._batch_tile_kernel if light else batch_kernel._batch_kernel
+    kinds = {"table_ptr": "*i64", "tensor_ptr": "*i32", "ints_ptr": "*i32", "reals_ptr": "*fp64"}
+    names = kernel.arg_names
+    assert set(constants) == set(names[7:])
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    source = ASTSource(fn=kernel, signature=signature,
+                       constexprs={(names.index(name),): value for name, value in constants.items()},
+                       attrs={(names.index(name),): [["tt.divisibility", 16]] for name in kinds})
+    warps = tile_kernel.warps_of(tile_kernel.ROWS[scaling]) if light else 1
+    options = {"num_warps": warps} | ({"maxnreg": tile_kernel.REGISTERS} if light else {})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assert "ld.global.v4.b32" in ptx
