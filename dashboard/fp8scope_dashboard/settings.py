@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from fp8scope_protocol.access import ensure_token
+from fp8scope_protocol.address import check_address
 from fp8scope_protocol.errors import Invalid
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -28,9 +29,8 @@ class Settings:
             raise Invalid("token", self.token, "must not be empty")
         if not 0 <= self.port <= 65535:
             raise Invalid("port", self.port, "must be 0 to 65535")
-        address = urlsplit(self.collector)
-        if address.scheme not in ("http", "https") or not address.hostname or address.path not in ("", "/"):
-            raise Invalid("collector", self.collector, "must look like http://127.0.0.1:8050")
+        if urlsplit(check_address("collector", self.collector)).path not in ("", "/"):
+            raise Invalid("collector", self.collector, "must have no path here, as http://127.0.0.1:8050")
 
     @property
     def accepted_hosts(self) -> tuple[str, ...]:

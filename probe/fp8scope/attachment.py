@@ -30,9 +30,8 @@ from fp8scope.cadence import Cadence
 from fp8scope.part import Part
 from fp8scope.ranks import declining, join_ranks, leaving
 from fp8scope.scope import Scope, device_of
-from fp8scope.settings import read_settings
+from fp8scope.settings import read_settings, token_for
 from fp8scope.worker import Worker
-from fp8scope_protocol.access import read_token
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.wire import Hello
 
@@ -100,6 +99,7 @@ def attach(
     )
     cadence = Cadence(every, detail_every=detail_every, budget=budget, close_steps=settings.close_steps)
     with leaving(ranks):
+        token = token_for(settings) if ranks.leads else None  # only who sends needs one
         worker = Worker(hello, ranks=ranks, settings=settings, token=token, cadence=cadence)
     try:
         return Scope(model, given, worker=worker, every=every, detail_every=detail_every, formats=names,

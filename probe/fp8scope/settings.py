@@ -1,14 +1,17 @@
 """The probe's settings: one frozen object, read once from the environment when a probe attaches."""
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from fp8scope_protocol.access import data_home
+from fp8scope_protocol.access import data_home, read_token
+from fp8scope_protocol.address import check_address
 from fp8scope_protocol.errors import Invalid
+
+LOG = logging.getLogger("fp8scope")
 
 PREFIX = "FP8SCOPE_"
 OFFLINE = "offline"
@@ -43,9 +46,8 @@ class ProbeSettings:
     """Longest time a reduction waits for a stalled rank before this rank goes on alone."""
 
     def __post_init__(self) -> None:
-        if self.collector != OFFLINE and not _is_address(self.collector):
-            raise Invalid("collector", _without_user(self.collector),
-                          f"must be http(s)://HOST[:PORT][/PATH], or {OFFLINE!r}; tokens: FP8SCOPE_TOKEN")
+        if self.collector != OFFLINE:
+            check_address("collector", self.collector, also=f", or {OFFLINE!r}; tokens: FP8SCOPE_TOKEN")
         if not isinstance(self.spool, Path):
             raise Invalid("spool", self.spool, "must be a folder")
         for name, least in (("spool_bytes", 2**16), ("queue_bytes", 2**16)):
@@ -80,19 +82,16 @@ def read_settings(environment: Mapping[str, str] = os.environ, **given: Any) -> 
     return replace(settings, spool=settings.spool.expanduser().absolute())  # the job may change its folder
 
 
-def _is_address(text: Any) -> bool:
+def token_for(settings: ProbeSettings) -> str | None:
+    """The local token, if anything is to be sent. One that cannot be had is no reason to stop a job: it is
+    said once, without the token, and the spool keeps what the collector then refuses."""
+    if settings.offline:
+        return None
     try:
-        parts = urlsplit(text)
-        plain = not (parts.username or parts.password or parts.query or parts.fragment)
-        return plain and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except (AttributeError, TypeError, ValueError):  # no text, half an IPv6 address, a port that is none
-        return False
-
-
-def _without_user(address: Any) -> Any:
-    """What may be shown of an address: it is written to logs."""
-    before, at, after = str(address).rpartition("@")
-    return f"{before.partition('//')[0]}//...@{after}" if at else address
+        return read_token()
+    except Invalid as error:
+        LOG.warning("fp8scope: %s; without it the collector takes nothing, and the spool keeps all", error)
+        return None
 
 
 _PARSERS: dict[Any, Any] = {str: str, int: int, float: float, Path: Path}

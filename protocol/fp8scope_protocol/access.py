@@ -28,6 +28,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 COOKIE = "fp8scope_session"
+_TOKEN_RULE = "a token is printable ASCII without spaces or line ends"
+_FILE_RULE = f"holds no token; remove it, or name another file; {_TOKEN_RULE}"
 
 
 def data_home() -> Path:
@@ -46,20 +48,32 @@ def token_path() -> Path:
 
 
 def read_token() -> str | None:
-    """The local token: FP8SCOPE_TOKEN, else the token file's content, else None."""
+    """The local token: FP8SCOPE_TOKEN, else the token file's content, else None where there is no such file.
+
+    `Invalid`, without the token, where one is set or kept and cannot be used, and where the file that
+    FP8SCOPE_TOKEN_FILE names cannot be read.
+    """
     if token := os.environ.get("FP8SCOPE_TOKEN"):
-        return token
+        return _usable("FP8SCOPE_TOKEN", "(hidden)", token.strip(), rule=f"is no token; {_TOKEN_RULE}")
+    named = os.environ.get("FP8SCOPE_TOKEN_FILE")
+    field, path = "FP8SCOPE_TOKEN_FILE" if named else "token file", token_path()
     try:
-        return token_path().read_text(encoding="ascii").strip() or None
-    except (OSError, UnicodeDecodeError):
+        return _usable(field, str(path), path.read_text(encoding="ascii").strip(), rule=_FILE_RULE)
+    except FileNotFoundError:
+        if named:
+            raise Invalid(field, str(path), "there is no such file; it holds the local token") from None
         return None
+    except OSError as error:
+        raise Invalid(field, str(path), f"cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise Invalid(field, str(path), _FILE_RULE) from None
 
 
 def ensure_token() -> str:
     """The local token; written to the token file (mode 0600) if there is none yet."""
-    if token := read_token():
-        return token
     path = token_path()
+    if os.environ.get("FP8SCOPE_TOKEN") or os.path.lexists(path):
+        return _existing(path)
     token = "f8s_" + secrets.token_urlsafe(32)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,12 +86,24 @@ def ensure_token() -> str:
             os.unlink(draft)
         return token
     except FileExistsError:
-        if token := read_token() or "":
-            return token
-        raise Invalid("token file", str(path), "holds no token; remove it") from None
+        return _existing(path)
     except OSError as error:
         raise Invalid("token file", str(path), f"cannot be written ({error.strerror}); set FP8SCOPE_HOME to "
                       "a folder that this user may write") from None
+
+
+def _existing(path: Path) -> str:
+    token = read_token()
+    if token is None:
+        raise Invalid("token file", str(path), "cannot be read; remove it")
+    return token
+
+
+def _usable(field: str, shown: str, token: str, *, rule: str) -> str:
+    """`token` if a header can carry it; what is wrong is said without it."""
+    if not token or not all("!" <= character <= "~" for character in token):
+        raise Invalid(field, shown, rule)
+    return token
 
 
 def bearer(headers: dict[bytes, bytes]) -> str | None:

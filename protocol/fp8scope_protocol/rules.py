@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from fp8scope_protocol.bounds import check_finite, check_share, check_whole
 from fp8scope_protocol.commands import Precision
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.metrics import parse_metric
@@ -25,6 +26,9 @@ from fp8scope_protocol.series import ORIENTATIONS, ROLES
 Mode = Literal["auto", "dry-run"]
 Combine = Literal["all", "any"]
 Status = Literal["fp8", "bf16", "stuck"]
+
+MOST_SWITCHES = 1000
+"""Largest `max_switches`: a layer that was sent to BF16 this often is not saved by being taken back."""
 
 Sample = Mapping[tuple[str, str, str], float]
 """(metric, role, orientation) -> value, of one layer at one step."""
@@ -50,10 +54,11 @@ class Condition:
             raise Invalid("orientation", self.orientation, f"must be one of {', '.join(ORIENTATIONS)}")
         if self.beyond not in ("above", "below"):
             raise Invalid("beyond", self.beyond, "must be above or below")
-        if not 1 <= self.k <= self.n <= 64:
+        check_whole("n", self.n, least=1, most=64)
+        check_whole("k", self.k, least=1, most=64)
+        if self.k > self.n:
             raise Invalid("k of n", (self.k, self.n), "needs 1 <= k <= n <= 64")
-        if not math.isfinite(self.threshold):
-            raise Invalid("threshold", self.threshold, "must be finite")
+        check_finite("threshold", self.threshold)
 
     def holds(self, sample: Sample, *, nan: bool) -> bool | None:
         """Whether one sample is beyond the threshold; `nan` for NaN; None where it is missing."""
@@ -116,12 +121,9 @@ class Rule:
         if self.mode not in get_args(Mode):
             raise Invalid("mode", self.mode, f"must be one of {', '.join(get_args(Mode))}")
         for name in ("dwell_steps", "cooldown_steps"):
-            if getattr(self, name) < 0:
-                raise Invalid(name, getattr(self, name), "must be 0 or more steps")
-        if self.max_switches < 1:
-            raise Invalid("max_switches", self.max_switches, "must be 1 or more")
-        if not 0 < self.max_share <= 1:
-            raise Invalid("max_share", self.max_share, "must be in (0, 1]")
+            check_whole(name, getattr(self, name))
+        check_whole("max_switches", self.max_switches, least=1, most=MOST_SWITCHES)
+        check_share("max_share", self.max_share)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

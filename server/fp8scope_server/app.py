@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.responses import PlainTextResponse
 
 from fp8scope_protocol.access import Guard, ensure_token
@@ -24,6 +24,7 @@ from fp8scope_server.database import open_database
 from fp8scope_server.intake import Intake
 from fp8scope_server.layouts import Layouts
 from fp8scope_server.nonfinite import NonfiniteTally
+from fp8scope_server.query import known_parameters
 from fp8scope_server.settings import ServerSettings
 
 
@@ -39,16 +40,17 @@ def create_app(settings: ServerSettings) -> FastAPI:
             app.state.database = database
             yield
 
-    app = FastAPI(title="fp8scope collector", lifespan=lifespan, docs_url=None, redoc_url=None,
-                  strict_content_type=False)  # a body that says nothing of its type is read as JSON
+    app = FastAPI(title="fp8scope collector", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.settings = settings
     app.state.changes = Changes()
     app.state.layouts = Layouts()
     app.state.intake = Intake(
         queue=settings.queue, writers=settings.writers, max_body_bytes=settings.max_body_bytes)
     app.state.nonfinite = NonfiniteTally()
-    for module in (attempts, ingest, parts, losses, commands, policies, read, live, prometheus):
+    for module in (attempts, ingest, parts, losses):
         app.include_router(module.router)
+    for module in (commands, policies, read, live, prometheus):
+        app.include_router(module.router, dependencies=[Depends(known_parameters)])
     app.add_api_route("/healthz", healthz, response_class=PlainTextResponse)
     problems.install(app)
     app.add_middleware(Guard, token=ensure_token(), hosts=settings.hosts)

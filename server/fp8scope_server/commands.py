@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from fp8scope_protocol.commands import FINAL_STATES, Command, SetPrecision
 from fp8scope_protocol.errors import UnknownName
+from fp8scope_server.body import described, written
 from fp8scope_server.events import Origin, listed, record
 from fp8scope_server.models import Attempt, CommandRow, PrecisionRow, Producer, Run
 from fp8scope_server.problems import Refused
@@ -51,8 +52,10 @@ async def get_commands(
     return commands
 
 
-@router.post("/runs/{run}/commands", status_code=201)
-async def post_command(run: str, new: NewCommand, request: Request) -> Command:
+@router.post("/runs/{run}/commands", status_code=201, openapi_extra=described(NewCommand))
+async def post_command(
+    run: str, new: Annotated[NewCommand, written(NewCommand)], request: Request
+) -> Command:
     """Ask a running job to change a precision."""
     async with request.app.state.database.session() as session:
         origin = await _newest(session, run)
@@ -75,13 +78,28 @@ async def find_run(session: AsyncSession, run_id: str, *, lock: bool = False) ->
     return run
 
 
+async def read_switchable(session: AsyncSession, run: str) -> frozenset[str]:
+    """The layers of a run that can be switched; where there is none, 422 that says why and what to do."""
+    rows = list(await session.scalars(select(PrecisionRow).where(PrecisionRow.run_id == run)
+                                      .order_by(PrecisionRow.module)))
+    if not rows:
+        raise Refused(422, f"modules: run {run} has told of no layers yet; a rule or a command can name some "
+                           f"once its probe has, see /api/v1/runs/{run}/layers", near=[])
+    if found := frozenset(row.module for row in rows if row.switchable):
+        return found
+    first = next((row for row in rows if row.reason), None)
+    why = f", as {first.module}: {first.reason}" if first else ""
+    raise Refused(422, f"modules: none of the {len(rows)} layers of run {run} can be switched{why}; only "
+                       "FP8 layers with a set_precision can, as those of fp8scope train; around a plain layer "
+                       "a what-if is measured, and there is nothing to switch", near=[])
+
+
 async def issue(
     session: AsyncSession, origin: Origin, action: SetPrecision, *, issued_by: str, reason: str,
     expires_step: int | None = None,
 ) -> CommandRow:
     """Add a command for the origin's attempt. The run's row must be locked, since ids grow by one."""
-    switchable = set(await session.scalars(
-        select(PrecisionRow.module).where(PrecisionRow.run_id == origin.run_id, PrecisionRow.switchable)))
+    switchable = await read_switchable(session, origin.run_id)
     for module in action.modules:
         if module not in switchable:
             raise UnknownName("modules", module, switchable)

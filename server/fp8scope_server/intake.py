@@ -28,12 +28,12 @@ class Intake:
                           headers={"retry-after": "1"})
         self.inside += 1
         try:
-            yield await self._read(request)
+            yield await self.read(request)
         finally:
             self.inside -= 1
 
-    async def _read(self, request: Request) -> bytes:
-        """Counts what arrives: a Content-Length may be absent or wrong."""
+    async def read(self, request: Request) -> bytes:
+        """The request's body, without a place. Counts what arrives: a Content-Length may be absent or wrong."""
         body = bytearray()
         try:
             async for chunk in request.stream():

@@ -10,7 +10,6 @@ from fp8scope_protocol.documents import LiveDocument
 from fp8scope_server.changes import Changes
 from fp8scope_server.database import Database
 from fp8scope_server.models import Run
-from fp8scope_server.problems import problem
 from fp8scope_server.runs import read_last_step, unknown_run
 
 PAUSE = 0.25
@@ -25,9 +24,7 @@ async def live(websocket: WebSocket, run: str) -> None:
     database: Database = websocket.app.state.database
     async with database.session() as session:
         if await session.scalar(select(Run.id).where(Run.id == run)) is None:
-            refused = await unknown_run(session, run)
-            await websocket.send_denial_response(problem(refused.status, refused.detail))
-            return
+            raise await unknown_run(session, run)
     await websocket.accept()
     try:
         async with asyncio.TaskGroup() as group:

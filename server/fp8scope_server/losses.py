@@ -5,7 +5,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from fp8scope_protocol.errors import Invalid
+from fp8scope_protocol.bounds import check_whole
+from fp8scope_server.body import described, written
 from fp8scope_server.events import Origin, record
 from fp8scope_server.models import Producer, Run
 from fp8scope_server.problems import Refused
@@ -13,13 +14,11 @@ from fp8scope_server.text import checked
 
 router = APIRouter(prefix="/api/v1")
 
-_LARGEST_COUNT = 2**53
 
-
-@router.put("/runs/{run}/lost", status_code=204)
+@router.put("/runs/{run}/lost", status_code=204, openapi_extra=described(dict[str, int]))
 async def put_lost(
-    run: str, lost: dict[str, int], request: Request, attempt: Annotated[str, Query()],
-    producer: Annotated[str, Query()],
+    run: str, lost: Annotated[dict[str, int], written(dict[str, int])], request: Request,
+    attempt: Annotated[str, Query()], producer: Annotated[str, Query()],
 ) -> Response:
     """Batches that a producer lost so far in an attempt, by reason; counts never shrink."""
     check_losses(lost)
@@ -50,5 +49,4 @@ def check_losses(lost: dict[str, int]) -> None:
     """`Invalid` where a reason or a count cannot be kept."""
     for reason, count in lost.items():
         checked("lost", reason, limit=64)
-        if not 0 <= count <= _LARGEST_COUNT:
-            raise Invalid(f"lost {reason}", count, "must be a count, at most 2^53")
+        check_whole(f"lost {reason}", count)

@@ -1,6 +1,6 @@
 """A run's rules, as people read and write them."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -10,8 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from fp8scope_protocol.errors import Invalid, UnknownName
 from fp8scope_protocol.rules import Rule
 from fp8scope_protocol.series import matching_names
-from fp8scope_server.commands import find_run
-from fp8scope_server.models import PrecisionRow, RuleRow
+from fp8scope_server.body import described, written
+from fp8scope_server.commands import find_run, read_switchable
+from fp8scope_server.models import RuleRow
 from fp8scope_server.problems import Refused
 
 router = APIRouter(prefix="/api/v1")
@@ -34,15 +35,14 @@ async def get_rule(run: str, name: str, request: Request) -> Rule:
         return msgspec.convert((await _find_rule(session, run, name)).body, Rule)
 
 
-@router.put("/runs/{run}/rules/{name}")
-async def put_rule(run: str, name: str, rule: Rule, request: Request) -> Rule:
+@router.put("/runs/{run}/rules/{name}", openapi_extra=described(Rule))
+async def put_rule(run: str, name: str, rule: Annotated[Rule, written(Rule)], request: Request) -> Rule:
     """Create or replace a rule. Its pattern must select a layer that can be switched."""
     if rule.name != name:
         raise Invalid("name", rule.name, f"must be the name in the address, {name!r}")
     async with request.app.state.database.session() as session:
         await find_run(session, run)
-        switchable = list(await session.scalars(
-            select(PrecisionRow.module).where(PrecisionRow.run_id == run, PrecisionRow.switchable)))
+        switchable = await read_switchable(session, run)
         if not matching_names(rule.modules, switchable):
             raise UnknownName("modules", rule.modules, switchable)
         body = msgspec.to_builtins(rule)

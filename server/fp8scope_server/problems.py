@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import Mapping
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, WebSocket
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from sqlalchemy.exc import DataError, InterfaceError, OperationalError
@@ -48,9 +48,12 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _unexpected)
 
 
-def _refused(_: Request, error: Exception) -> Response:
+async def _refused(connection: Request | WebSocket, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    return problem(error.status, error.detail, headers=error.headers, **error.members)
+    answer = problem(error.status, error.detail, headers=error.headers, **error.members)
+    if isinstance(connection, WebSocket):
+        await connection.send_denial_response(answer)
+    return answer
 
 
 def _ours(_: Request, error: Exception) -> Response:
@@ -63,12 +66,8 @@ def _ours(_: Request, error: Exception) -> Response:
     return problem(400 if isinstance(error, BrokenMessage) else 500, str(error))
 
 
-def _invalid_request(request: Request, error: Exception) -> Response:
+def _invalid_request(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    kind = request.headers.get("content-type", "")
-    if any(one["loc"] == ("body",) and isinstance(one["input"], bytes) for one in error.errors()):
-        return problem(415, f"the body is not read with content-type = {kind!r}; send JSON, with "
-                            "application/json or without a content-type")
     found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
     return problem(422, "; ".join(found))
 

@@ -37,7 +37,11 @@ async def read_run(session: AsyncSession, run: str) -> RunDocument:
 async def unknown_run(session: AsyncSession, run: str) -> Refused:
     """The refusal for a run that does not exist."""
     newest = select(Run.id).order_by(Run.created_at.desc()).limit(1000)
-    error = UnknownName("run", run[:256], (await session.scalars(newest)).all())
+    known = (await session.scalars(newest)).all()
+    if not known:
+        return Refused(404, f"run = {run[:256]!r}: this collector has no run yet; one begins when a probe "
+                            "attaches and reaches it", near=[])
+    error = UnknownName("run", run[:256], known)
     return Refused(404, str(error), near=error.near)
 
 

@@ -1,0 +1,32 @@
+"""The parameters of an address: one that a route does not know is refused, since it would change nothing."""
+
+from difflib import get_close_matches
+
+from fastapi.dependencies.models import Dependant
+from starlette.requests import HTTPConnection
+
+from fp8scope_server.problems import Refused
+
+
+async def known_parameters(connection: HTTPConnection) -> None:
+    """A dependency of whole routers: 422 for an unknown parameter, and for one that is given twice.
+
+    Not for what probes send: a newer one may say more than this collector reads.
+    """
+    known = list(dict.fromkeys(_names(connection.scope["route"].dependant)))
+    accepted = f"accepted: {', '.join(known)}" if known else "this route takes none"
+    given = [name for name, _ in connection.query_params.multi_items()]
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name[:80], known, n=3, cutoff=0.4)
+            raise Refused(422, f"unknown query parameter {name[:80]!r}; {accepted}", field=name[:80],
+                          near=near, known=known)
+        if given.count(name) > 1:
+            raise Refused(422, f"query parameter {name!r} is given {given.count(name)} times; once is accepted",
+                          field=name)
+
+
+def _names(dependant: Dependant) -> list[str]:
+    """The parameters of a route, and of what it depends on."""
+    below = [name for one in dependant.dependencies for name in _names(one)]
+    return [field.alias for field in dependant.query_params] + below
