@@ -1,6 +1,5 @@
 """`python -m fp8scope_dashboard.serve`: the dashboard on its port."""
 
-import argparse
 import socket
 import sys
 
@@ -8,17 +7,18 @@ import uvicorn
 
 from fp8scope_dashboard.settings import Settings, settings_from
 from fp8scope_protocol.access import token_path
+from fp8scope_protocol.command_line import Parser
 from fp8scope_protocol.errors import Fp8scopeError
 
 
 def main(argv: list[str]) -> int:
     """0 after a regular end, 2 when the dashboard cannot start, with one line that says why."""
-    parser = argparse.ArgumentParser(prog="python -m fp8scope_dashboard.serve", description=__doc__)
+    parser = Parser(prog="python -m fp8scope_dashboard.serve", description=__doc__)
     parser.add_argument("--host", help="address to listen on (FP8SCOPE_DASHBOARD_HOST, 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (FP8SCOPE_DASHBOARD_PORT, 8051)")
     parser.add_argument("--collector", help="address of the collector (FP8SCOPE_COLLECTOR)")
-    options = parser.parse_args(argv)
     try:
+        options = parser.parse_args(argv)
         settings = settings_from(host=options.host, port=options.port, collector=options.collector)
         listener = _listen(settings)
     except (Fp8scopeError, OSError) as error:

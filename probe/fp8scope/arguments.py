@@ -74,11 +74,11 @@ def check_arguments(
     """Refuses what `attach` could not work with."""
     check_run(run)
     if not is_whole(every, least=1):
-        raise Invalid("every", every, "must be a number of steps, 1 or more")
+        raise Invalid("every", every, "must be a number of steps, 1 to 2^53")
     if not is_whole(detail_every, least=1):
-        raise Invalid("detail_every", detail_every, "must be a number of measured steps, 1 or more")
+        raise Invalid("detail_every", detail_every, "must be a number of measured steps, 1 to 2^53")
     if start_step is not None and not is_whole(start_step, least=0):
-        raise Invalid("start_step", start_step, "must be a step number, 0 or more")
+        raise Invalid("start_step", start_step, "must be a step number, 0 to 2^53")
     if not formats:
         raise Invalid("formats", formats, "must name at least one format")
     for name in formats:

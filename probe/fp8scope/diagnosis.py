@@ -187,7 +187,7 @@ def diagnose(
     names = format_names(formats)
     check_arguments("diagnosis", every, detail_every, None, names)
     if not is_whole(tokens, least=1):
-        raise Invalid("tokens", tokens, "must be a number of rows, 1 or more")
+        raise Invalid("tokens", tokens, "must be a number of rows, 1 to 2^53")
     if not 1 <= bandwidth < math.inf:
         raise Invalid("bandwidth", bandwidth, "must be bytes a second, 1 or more and finite")
     check_unattached(model)

@@ -6,7 +6,7 @@
 called under `torch.device("meta")`, so a model of any size costs no memory.
 """
 
-import argparse
+import inspect
 import json
 import os
 import sys
@@ -15,13 +15,14 @@ import traceback
 from collections.abc import Iterable
 from contextlib import nullcontext
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from fp8scope.diagnosis import BANDWIDTH, diagnose
+from fp8scope_protocol.command_line import Parser
 from fp8scope_protocol.errors import Invalid
 
 NOTHING = 1
@@ -31,6 +32,8 @@ NOTHING = 1
 def main(argv: list[str] | None = None) -> int:
     """Entry of `fp8scope doctor`; returns the exit code."""
     given = _parser().parse_args(argv)
+    if not 1e-9 <= given.bandwidth < 1e300:
+        raise Invalid("--bandwidth", given.bandwidth, "must be GB/s, at least 1e-9 and finite")
     model, optimizers = load(given.target, meta=given.meta)
     found = diagnose(model, optimizers, formats=given.formats.split(","), every=given.every,
                      detail_every=given.detail_every, tokens=given.tokens, bandwidth=given.bandwidth * 1e9)
@@ -40,25 +43,42 @@ def main(argv: list[str] | None = None) -> int:
 
 def load(target: str, *, meta: bool = False) -> tuple[nn.Module, tuple[Optimizer, ...]]:
     """Calls `module:function` and returns the model and its optimizers. Modules are looked for here, too."""
-    module_name, colon, name = target.partition(":")
-    if not (module_name and colon and name):
-        raise Invalid("target", target, "must be MODULE:FUNCTION")
+    module, colon, name = target.partition(":")
+    if not colon or not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+        raise Invalid("target", target, "must be MODULE:FUNCTION, with the module's name as in an import "
+                      "(jobs.pretrain:build for jobs/pretrain.py), seen from the folder of this command")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        build: Any = import_module(module_name)
+        build: Any = import_module(module)
         for part in name.split("."):
             build = getattr(build, part)
+        _check_plain(target, build)
         with torch.device("meta") if meta else nullcontext():
             made = build()
+    except Invalid:
+        raise
     except (Exception, SystemExit) as error:  # a script that reads its arguments when it is imported
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise Invalid("target", target, what + _place(error)) from error
+    if inspect.iscoroutine(made):
+        made.close()  # or Python warns that nobody awaited it
     model, *optimizers = made if isinstance(made, tuple | list) and made else (made,)
     if not isinstance(model, nn.Module):
         raise Invalid("target", target, f"must return a model first, not a {type(model).__name__}")
     flat = [one for each in optimizers for one in (each if isinstance(each, Iterable) else (each,))]
     return model, tuple(flat)
+
+
+def _check_plain(target: str, build: Any) -> None:
+    """Refuses what gives no model when it is called: it is not called."""
+    if inspect.iscoroutinefunction(build) or inspect.isasyncgenfunction(build):
+        raise Invalid("target", target, "is async; it must be a plain function that returns a model")
+    if inspect.isgeneratorfunction(build):
+        raise Invalid("target", target, "is a generator; it must be a plain function that returns a model")
+    if not callable(build):
+        raise Invalid("target", target, f"is a {type(build).__name__}; it must be a function that returns a "
+                      "model")
 
 
 def _place(error: BaseException) -> str:
@@ -69,16 +89,9 @@ def _place(error: BaseException) -> str:
     return f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of printing its usage and leaving."""
-
-    def error(self, message: str) -> NoReturn:
-        raise Invalid("command line", " ".join(message.split()), "see fp8scope doctor --help")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(prog="fp8scope doctor", allow_abbrev=False,
-                     description="List what a probe would measure, what not and why, and its cost.")
+def _parser() -> Parser:
+    parser = Parser(prog="fp8scope doctor",
+                    description="List what a probe would measure, what not and why, and its cost.")
     add = parser.add_argument
     add("target", metavar="MODULE:FUNCTION", help="returns a model, or a model and its optimizer(s)")
     add("--formats", default="e4m3", help="what-ifs, separated by commas (e4m3)")

@@ -19,6 +19,7 @@ from typing import Self
 import httpx
 
 from fp8scope.settings import ProbeSettings
+from fp8scope_protocol.errors import Fp8scopeError
 from fp8scope_protocol.wire import MAX_BODY_BYTES
 
 LOG = logging.getLogger("fp8scope")
@@ -39,7 +40,7 @@ SMALLEST_PART = 16 * 2**10
 class Line:
     """Requests to `settings.collector` from one thread; `where` is named as the place where batches wait.
 
-    Entering opens it, which reads certificates: not in a training thread, and it may raise.
+    Entering opens it, which reads certificates: not in a training thread, and it may raise `Fp8scopeError`.
     """
 
     def __init__(self, settings: ProbeSettings, *, token: str | None, where: Path) -> None:
@@ -62,7 +63,14 @@ class Line:
         self._opened: httpx.Client | None = None
 
     def __enter__(self) -> Self:
-        self._opened = _client(self._settings.collector, self._token)
+        see = "see SSL_CERT_FILE, HTTP_PROXY and HTTPS_PROXY"
+        try:
+            self._opened = _client(self._settings.collector, self._token)
+        except OSError as error:
+            raise Fp8scopeError(f"{error}; {see}") from None
+        except (ValueError, httpx.InvalidURL) as error:  # whose text may hold the password of a proxy
+            what = f"a proxy or a certificate cannot be used ({type(error).__name__})"
+            raise Fp8scopeError(f"{what}; {see}") from None
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
@@ -127,8 +135,7 @@ class Line:
 
 def _client(collector: str, token: str | None) -> httpx.Client:
     """Proxies and CA files as httpx reads them from the environment; never a proxy to this machine itself."""
-    secret = (token or "").encode(errors="surrogateescape")  # whatever it is: refused, not raised
-    headers = {b"authorization": b"Bearer " + secret} if secret else {}
+    headers = {"authorization": f"Bearer {token}"} if token else {}
     local = {f"all://{host}": None for host in ("127.0.0.1", "localhost", "[::1]")}
     return httpx.Client(base_url=f"{collector.rstrip('/')}/api/v1/runs/", headers=headers, mounts=local)
 

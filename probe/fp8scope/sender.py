@@ -14,6 +14,7 @@ from fp8scope.delivery import Delivery
 from fp8scope.line import Line
 from fp8scope.settings import ProbeSettings
 from fp8scope.spool import Spool, adopt
+from fp8scope_protocol.errors import Fp8scopeError
 
 LOG = logging.getLogger("fp8scope")
 
@@ -63,6 +64,9 @@ class Sender:
             with self._line:
                 while self._turn():
                     pass
+        except Fp8scopeError as error:
+            where = self._live.source.folder
+            LOG.warning("fp8scope: the sender stopped; batches stay in %s: %s", where, error)
         except Exception:
             LOG.exception("fp8scope: the sender stopped; batches stay in %s", self._live.source.folder)
         for delivery in self._deliveries:

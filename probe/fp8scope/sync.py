@@ -10,7 +10,6 @@ exit code  0  everything was sent
            3  another process sends from all that is there
 """
 
-import argparse
 import logging
 import signal
 import sys
@@ -18,8 +17,6 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
-
-import httpx
 
 from fp8scope.claim import place
 from fp8scope.delivery import Delivery
@@ -30,7 +27,8 @@ from fp8scope.segment import SUFFIX
 from fp8scope.settings import ProbeSettings, read_settings
 from fp8scope.tail import Tail
 from fp8scope_protocol.access import read_token
-from fp8scope_protocol.errors import Fp8scopeError, Invalid
+from fp8scope_protocol.command_line import Parser
+from fp8scope_protocol.errors import Invalid
 
 LOG = logging.getLogger("fp8scope")
 
@@ -184,10 +182,7 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: _interrupt(stop))
     with ExitStack() as stack:
-        try:
-            line = stack.enter_context(Line(settings, token=read_token(), where=options.dir))
-        except (OSError, ValueError, httpx.InvalidURL) as error:
-            raise Fp8scopeError(f"{error}; see SSL_CERT_FILE, HTTP_PROXY and HTTPS_PROXY") from None
+        line = stack.enter_context(Line(settings, token=read_token(), where=options.dir))
         return Sync(options.dir, line, settings=settings, follow=options.follow, stop=stop).run()
 
 
@@ -198,9 +193,8 @@ def _interrupt(stop: threading.Event) -> None:
     stop.set()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fp8scope sync", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parser() -> Parser:
+    parser = Parser(prog="fp8scope sync", description=__doc__)
     parser.add_argument("dir", type=Path, metavar="DIR", help="a spool, or a folder of it")
     parser.add_argument("--follow", action="store_true", help="go on until told to end (Ctrl-C, SIGTERM)")
     parser.add_argument("--collector", help="address of the collector (FP8SCOPE_COLLECTOR)")

@@ -1,7 +1,7 @@
 """The collector's address, checked in one way wherever it is given: argument, option, environment.
 
 An address is written to logs, so it must not hold a secret, and a message about one never shows what could
-be one: what stands before an @, and what follows a ? or a #, where the link that logs a browser in has the token.
+be one: what stands before an @, and what follows a ? or a #, where the link of the login page has the token.
 """
 
 import ipaddress

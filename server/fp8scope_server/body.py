@@ -1,9 +1,9 @@
 """JSON that a client writes, read strictly: a misspelt field is an error and never a default.
 
-pydantic, which FastAPI would read bodies with, takes "5" and true for numbers and drops what it does not know.
-msgspec's strict mode refuses the first; fields are compared with what is known here, since `Struct` alone can
-forbid unknown ones and these types are dataclasses. Bodies of probes are no JSON, and there a collector
-takes fields that it does not know: the probe may be newer (wire.py).
+pydantic, which FastAPI would read bodies with, takes "5" and true for numbers and drops what it does not
+know. msgspec's strict mode refuses the first; fields are compared here with what is known, since these types
+are dataclasses and msgspec forbids unknown fields of a `Struct` only. In what probes send, unknown fields are
+no error: a probe may be newer than its collector (wire.py).
 """
 
 import re
@@ -37,8 +37,7 @@ def written(kind: type[_Kind]) -> Any:
 
 def described(kind: type) -> dict[str, Any]:
     """What OpenAPI says of a route whose body is a `kind`."""
-    _, parts = msgspec.json.schema_components((kind,), ref_template="{name}")
-    schema, _ = msgspec.json.schema_components((kind,), ref_template="{name}")
+    schema, parts = msgspec.json.schema_components((kind,), ref_template="{name}")
 
     def inlined(node: Any) -> Any:
         if isinstance(node, dict):
@@ -90,7 +89,7 @@ def _refusal(error: msgspec.ValidationError, raw: Any) -> Refused:
     path = end.rstrip("`").removeprefix(".") if words else ""
     if isinstance(cause := error.__cause__, Invalid):
         where = f"{path}: " if path else ""
-        members = {"near": cause.near} if isinstance(cause, UnknownName) else {}
+        members: dict[str, Any] = {"near": cause.near} if isinstance(cause, UnknownName) else {}
         return Refused(422, where + str(cause), field=f"{path}.{cause.field}".lstrip("."), **members)
     said = (words or str(error)).replace("`", "")
     wrong = Invalid(path or "body", _value(raw, path), said[:1].lower() + said[1:])

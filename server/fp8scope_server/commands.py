@@ -90,8 +90,8 @@ async def read_switchable(session: AsyncSession, run: str) -> frozenset[str]:
     first = next((row for row in rows if row.reason), None)
     why = f", as {first.module}: {first.reason}" if first else ""
     raise Refused(422, f"modules: none of the {len(rows)} layers of run {run} can be switched{why}; only "
-                       "FP8 layers with a set_precision can, as those of fp8scope train; around a plain layer "
-                       "a what-if is measured, and there is nothing to switch", near=[])
+                       "FP8 layers with a set_precision can, as those of fp8scope train; in a plain "
+                       "layer, around which a what-if is measured, nothing can be switched", near=[])
 
 
 async def issue(

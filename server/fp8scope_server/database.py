@@ -128,4 +128,6 @@ def _upgrade(connection: Connection) -> None:
 
 
 def _shown(url: URL) -> str:
-    return url.render_as_string(hide_password=True)
+    """The address for people: a password may stand in its query, too."""
+    query = {name: value for name, value in url.query.items() if name in ("host", "port")}
+    return url.set(query=query).render_as_string(hide_password=True)

@@ -8,7 +8,6 @@ the same step; the gain stops growing, the history is released, and the rule tak
 by what its shadow measurements say. The same run with the rule off is the control.
 """
 
-import argparse
 import sys
 import time
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fp8scope_protocol.access import data_home
+from fp8scope_protocol.bounds import check_whole
+from fp8scope_protocol.command_line import Parser
 from fp8scope_protocol.documents import RunDocument
 from fp8scope_protocol.errors import Fp8scopeError, Invalid
 from fp8scope_protocol.rules import Clause, Condition, Rule
@@ -40,6 +41,8 @@ class DemoPlan:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_whole("steps", self.steps)
+        check_whole("fault_step", self.fault_step)
         if self.fault_step < 10:
             raise Invalid("fault_step", self.fault_step, "must leave 10 healthy steps before it")
         if self.steps < self.fault_step + 60:
@@ -131,9 +134,8 @@ def perform(plan: DemoPlan, found: Services, *, console: Console, json: bool) ->
     return missing
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fp8scope demo", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parser() -> Parser:
+    parser = Parser(prog="fp8scope demo", description=__doc__)
     parser.add_argument("--no-serve", action="store_true",
                         help="end after the story; exit code 0 only if all of it happened")
     parser.add_argument("--json", action="store_true", help="print the summary as one line of JSON")
@@ -149,11 +151,12 @@ def main(argv: list[str]) -> int:
     console = Console(stderr=True)
     raise_on_terminate()
     with services(**ports(options)) as found:
-        console.print(f"dashboard  {found.login}\ncollector  {found.collector}", soft_wrap=True)
+        login = found.login(with_token=console.is_terminal)
+        console.print(f"dashboard  {login}\ncollector  {found.collector}", soft_wrap=True)
         missing = perform(plan, found, console=console, json=options.json)
         if options.no_serve:
             return 1 if missing else 0
-        console.print(f"the dashboard stays at {found.login}\nCtrl-C ends everything", soft_wrap=True)
+        console.print(f"the dashboard stays at {login}\nCtrl-C ends everything", soft_wrap=True)
         wait_for_interrupt(found.children)
     return 0
 

@@ -33,7 +33,7 @@ class Intake:
             self.inside -= 1
 
     async def read(self, request: Request) -> bytes:
-        """The request's body, without a place. Counts what arrives: a Content-Length may be absent or wrong."""
+        """The request's body, without a place. Counts what arrives: a Content-Length may be wrong."""
         body = bytearray()
         try:
             async for chunk in request.stream():

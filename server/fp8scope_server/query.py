@@ -22,8 +22,8 @@ async def known_parameters(connection: HTTPConnection) -> None:
             raise Refused(422, f"unknown query parameter {name[:80]!r}; {accepted}", field=name[:80],
                           near=near, known=known)
         if given.count(name) > 1:
-            raise Refused(422, f"query parameter {name!r} is given {given.count(name)} times; once is accepted",
-                          field=name)
+            times = given.count(name)
+            raise Refused(422, f"query parameter {name!r} is given {times} times; once is enough", field=name)
 
 
 def _names(dependant: Dependant) -> list[str]:

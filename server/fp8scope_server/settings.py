@@ -52,8 +52,8 @@ class ServerSettings:
         for name in ("port", "queue", "writers", "max_body_bytes"):
             variable = f"FP8SCOPE_{name.upper()}"
             if text := environ.get(variable):
-                if not text.isascii() or not text.isdigit():
-                    raise Invalid(variable, text, "must be a whole number")
+                if not text.isascii() or not text.isdigit() or len(text) > 18:
+                    raise Invalid(variable, text, "must be a whole number of at most 18 digits")
                 given[name] = int(text)
         host = environ.get("FP8SCOPE_HOST") or LOOPBACK[0]
         names = [name.strip().lower() for name in environ.get("FP8SCOPE_HOSTS", "").split(",")]

@@ -3,8 +3,10 @@
 import argparse
 import importlib.util
 import os
+import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +15,8 @@ from dataclasses import dataclass, replace
 
 import httpx
 
-from fp8scope_protocol.access import data_home, ensure_token
+from fp8scope_protocol.access import data_home, ensure_token, token_path
+from fp8scope_protocol.command_line import Parser
 from fp8scope_protocol.errors import Fp8scopeError, Invalid
 from fp8scope_server.children import Child, check_running
 
@@ -30,10 +33,13 @@ class Services:
     token: str
     children: tuple[Child, ...] = ()
 
-    @property
-    def login(self) -> str:
-        """The dashboard with the token in the fragment, which no browser ever sends to a server."""
-        return f"{self.dashboard}/login#{self.token}"
+    def login(self, *, with_token: bool) -> str:
+        """The login page, for a terminal with the token in the fragment, which no browser sends to a server;
+        for what may be a log file with the way to the token."""
+        if with_token:
+            return f"{self.dashboard}/login#{self.token}"
+        where = "FP8SCOPE_TOKEN" if os.environ.get("FP8SCOPE_TOKEN") else token_path()
+        return f"{self.dashboard}/login (token: {where})"
 
     def client(self) -> httpx.Client:
         """An HTTP client of the collector with the local token."""
@@ -100,7 +106,7 @@ def port_of(given: int | None, variable: str, default: int) -> int:
     text = os.environ.get(variable, "")
     if given is not None or not text:
         return default if given is None else given
-    if not text.isdecimal():
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 0 < int(text) < 65536:
         raise Invalid(variable, text, "must be 1 to 65535")
     return int(text)
 
@@ -134,11 +140,12 @@ def _wait(child: Child, url: str) -> None:
 
 def main(argv: list[str]) -> int:
     """Entry of `fp8scope up`."""
-    parser = argparse.ArgumentParser(prog="fp8scope up", description=__doc__)
+    parser = Parser(prog="fp8scope up", description=__doc__)
     add_ports(parser)
     options = parser.parse_args(argv)
     raise_on_terminate()
     with services(**ports(options)) as found:
-        print(f"dashboard  {found.login}\ncollector  {found.collector}\nCtrl-C ends both", flush=True)
+        login = found.login(with_token=sys.stdout.isatty())
+        print(f"dashboard  {login}\ncollector  {found.collector}\nCtrl-C ends both", flush=True)
         wait_for_interrupt(found.children)
     return 0

@@ -80,3 +80,39 @@ def test_a_token_file_without_a_token_is_named(
         access.ensure_token()
     assert [path.name for path in tmp_path.iterdir()] == ["token"]
     assert (tmp_path / "token").read_bytes() == content
+
+
+@pytest.mark.parametrize("token", ["sec ret", "sec\nret", "sec\x00ret", "s\u00e9cret", "\n"])
+def test_a_token_that_no_header_can_hold_is_refused_unseen(
+    token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the variable's name, without the value; spaces and line ends around a token are dropped."""
+    monkeypatch.setattr(access.os, "environ", {"FP8SCOPE_TOKEN": token})
+    for read in (access.read_token, access.ensure_token):
+        with pytest.raises(Invalid, match=r"FP8SCOPE_TOKEN = '\(hidden\)': is no token") as refused:
+            read()
+        assert "ret" not in str(refused.value)
+    monkeypatch.setattr(access.os, "environ", {"FP8SCOPE_TOKEN": " f8s_t\n"})
+    assert access.read_token() == access.ensure_token() == "f8s_t"
+
+
+def test_a_token_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With why. A named one that is not there is an error to who reads, and written by who serves; without a
+    name there may be no file yet."""
+    monkeypatch.delenv("FP8SCOPE_TOKEN", raising=False)
+    monkeypatch.setenv("FP8SCOPE_TOKEN_FILE", str(tmp_path))
+    for read in (access.read_token, access.ensure_token):
+        with pytest.raises(Invalid, match=f"FP8SCOPE_TOKEN_FILE = '{tmp_path}': cannot be read"):
+            read()
+    (tmp_path / "here").write_text("two words")
+    monkeypatch.setenv("FP8SCOPE_TOKEN_FILE", str(tmp_path / "here"))
+    with pytest.raises(Invalid, match="holds no token") as refused:
+        access.read_token()
+    assert "words" not in str(refused.value)
+    monkeypatch.setenv("FP8SCOPE_TOKEN_FILE", str(tmp_path / "missing"))
+    with pytest.raises(Invalid, match="there is no such file"):
+        access.read_token()
+    assert access.ensure_token() == access.read_token()
+    monkeypatch.delenv("FP8SCOPE_TOKEN_FILE")
+    monkeypatch.setenv("FP8SCOPE_HOME", str(tmp_path / "empty"))
+    assert access.read_token() is None

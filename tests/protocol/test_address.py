@@ -47,8 +47,7 @@ def test_addresses_are_kept(address: str) -> None:
 
 @pytest.mark.parametrize("address", BAD)
 def test_what_is_no_address_is_named_without_secrets(address: Any) -> None:
-    """Spaces, line ends, fragments, queries, users, no host, no port; the value is shown but for what could be
-    a secret."""
+    """Spaces, line ends, fragments, queries, users, no host, no port; what could be a secret is not shown."""
     with pytest.raises(Invalid) as refused:
         check_address("collector", address)
     assert refused.value.rule == RULE

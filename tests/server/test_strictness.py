@@ -1,4 +1,4 @@
-"""What a client misspells or mistypes is refused by name: fields of bodies, parameters of addresses, numbers."""
+"""What a client misspells or mistypes is refused by name: fields, parameters, numbers."""
 
 import json
 from collections.abc import Callable
@@ -115,7 +115,8 @@ def test_losses_are_counts(client: httpx.Client) -> None:
     one.start()
     query = {"attempt": one.attempt, "producer": one.producer}
     for count in (True, "5", 1.5, -1, 2**64):
-        assert "torn" in refused(client.put("/runs/losses/lost", params=query, json={"torn": count}))["detail"]
+        answer = client.put("/runs/losses/lost", params=query, json={"torn": count})
+        assert "torn" in refused(answer)["detail"]
 
 
 def routes(collector: RunningCollector) -> dict[str, list[str]]:

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from fp8scope_protocol.bounds import check_whole
 from fp8scope_protocol.errors import Invalid, UnknownName
 from fp8scope_trainer.linear import Fp8Linear
 
@@ -52,12 +53,12 @@ class FrozenAmax:
     def __post_init__(self) -> None:
         if self.part not in _READERS:
             raise Invalid("part", self.part, f"must be one of {', '.join(_READERS)}")
-        if self.fault_step < 0:
-            raise Invalid("fault_step", self.fault_step, "must be 0 or more")
-        if self.gain_steps < 1:
-            raise Invalid("gain_steps", self.gain_steps, "must be at least 1")
+        check_whole("fault_step", self.fault_step)
+        check_whole("gain_steps", self.gain_steps, least=1)
         if not 1 < self.growth <= 2:
             raise Invalid("growth", self.growth, "must be above 1 and at most 2")
+        if self.release_step is not None:
+            check_whole("release_step", self.release_step, least=1)
         if self.release_step is not None and self.release_step <= self.fault_step:
             raise Invalid("release_step", self.release_step, f"must be after fault_step = {self.fault_step}")
 

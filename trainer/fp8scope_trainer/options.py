@@ -3,13 +3,24 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch
 
+from fp8scope.settings import read_settings
+from fp8scope_protocol.bounds import check_whole
+from fp8scope_protocol.command_line import Parser
 from fp8scope_protocol.errors import Invalid, UnknownName
+from fp8scope_protocol.wire import check_run
 from fp8scope_trainer.decoder import Decoder, DecoderConfig, demo, hundred_million
 from fp8scope_trainer.drill import DRILLS, FrozenAmax
+
+MOST_RANKS = 256
+"""Processes of one machine."""
+MOST_SEQUENCES = 4096
+"""Per rank and step; the activations of more fit on no device."""
+MOST_SEED = 2**63 - 1
+"""Largest seed that torch and an int64 both take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,17 +62,18 @@ class TrainOptions:
     json: bool
 
     def __post_init__(self) -> None:
-        for name in ("steps", "ranks", "batch", "every", "detail_every"):
-            if getattr(self, name) < 1:
-                raise Invalid(name, getattr(self, name), "must be at least 1")
-        if self.fidelity_every < 0:
-            raise Invalid("fidelity_every", self.fidelity_every, "must be a number of steps, or 0 for never")
+        for name in ("steps", "every", "detail_every"):
+            check_whole(name, getattr(self, name), least=1)
+        check_whole("ranks", self.ranks, least=1, most=MOST_RANKS)
+        check_whole("batch", self.batch, least=1, most=MOST_SEQUENCES)
+        check_whole("fidelity_every", self.fidelity_every)
+        check_whole("seed", self.seed, most=MOST_SEED)
         if self.budget is not None and not 0 < self.budget < 1:
             raise Invalid("budget", self.budget, "must be above 0 and below 1")
         if not 0 < self.lr < 1:
             raise Invalid("lr", self.lr, "must be above 0 and below 1")
-        if not self.run.isprintable() or not 0 < len(self.run) <= 200:
-            raise Invalid("run", self.run[:80], "must be 1 to 200 printable characters")
+        check_run(self.run)
+        read_settings(collector=self.collector)  # as attaching will, which is after the model is built
         if self.drill is not None:
             with torch.device("meta"):
                 self.drill.check_names(Decoder(self.model))
@@ -90,16 +102,9 @@ def parse(argv: list[str]) -> TrainOptions:
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of printing its usage and leaving."""
-
-    def error(self, message: str) -> NoReturn:
-        raise Invalid("command line", " ".join(message.split()), "see fp8scope train --help")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(prog="fp8scope train", allow_abbrev=False,
-                     description="Train the reference decoder on the standard library's own sources.")
+def _parser() -> Parser:
+    parser = Parser(prog="fp8scope train",
+                    description="Train the reference decoder on the standard library's own sources.")
     add = parser.add_argument
     add("--run", help="name of the run (PRESET-PRECISION)")
     add("--preset", default="demo", help=f"{', '.join(PRESETS)} (demo)")
