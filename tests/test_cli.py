@@ -84,6 +84,25 @@ def test_a_home_that_cannot_be_written_is_one_line() -> None:
     assert "FP8SCOPE_HOME" in done.stderr
 
 
+@pytest.mark.parametrize("command", [
+    ["-m", "fp8scope.cli", "up", "--port", "18050", "--dashboard-port", "18051"],
+    ["-m", "fp8scope.cli", "sync", "."], ["-m", "fp8scope_server.serve"], ["-m", "fp8scope_dashboard.serve"],
+])
+def test_a_token_that_cannot_be_used_is_refused_at_the_start(command: list[str], tmp_path: Path) -> None:
+    """One line that names the file or the variable and why; no token in it."""
+    (tmp_path / "two").write_text("xy zzy")
+    for variable, value, said in (("FP8SCOPE_TOKEN_FILE", str(tmp_path), "cannot be read (Is a directory)"),
+                                  ("FP8SCOPE_TOKEN_FILE", str(tmp_path / "two"), "holds no token"),
+                                  ("FP8SCOPE_TOKEN", "xy zzy", "(hidden)")):
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120,
+                              env=os.environ | {"FP8SCOPE_HOME": str(tmp_path), variable: value}, check=False)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+        assert variable in done.stderr
+        assert said in done.stderr
+        assert "zzy" not in done.stderr
+
+
 def test_up_ends_when_one_of_its_services_does(short_home: Path) -> None:
     """The collector is killed: `up` says so, ends the dashboard and returns 2."""
     up = subprocess.Popen(
@@ -92,7 +111,9 @@ def test_up_ends_when_one_of_its_services_does(short_home: Path) -> None:
         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with up:
         assert up.stdout is not None
-        assert up.stdout.readline().startswith("dashboard")
+        login = up.stdout.readline()  # into a pipe, which may end in a log file
+        assert login.startswith("dashboard")
+        assert login.endswith(f"/login (token: {short_home / 'token'})\n")
         [collector] = [pid for pid in _children(up.pid) if b"fp8scope_server.serve" in
                        Path(f"/proc/{pid}/cmdline").read_bytes()]
         dashboard = [pid for pid in _children(up.pid) if pid != collector]

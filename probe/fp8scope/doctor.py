@@ -59,7 +59,8 @@ def load(target: str, *, meta: bool = False) -> tuple[nn.Module, tuple[Optimizer
     except Invalid:
         raise
     except (Exception, SystemExit) as error:  # a script that reads its arguments when it is imported
-        what = " ".join(f"{type(error).__name__}: {error}".split())
+        inside = f" ({getattr(error, 'path', None)})"  # where Python found what lacks an imported name
+        what = " ".join(f"{type(error).__name__}: {error}".replace(inside, "").split())
         raise Invalid("target", target, what + _place(error)) from error
     if inspect.iscoroutine(made):
         made.close()  # or Python warns that nobody awaited it

@@ -263,8 +263,8 @@ def test_the_command_prints_a_table_or_json(jobs: None, capsys: pytest.CaptureFi
     ("somebodys_jobs:absent", 2, "AttributeError"),
     ("somebodys_jobs:empty", 2, "must return a model first, not a tuple"),
     ("somebodys_jobs:leaves", 2, "SystemExit: 0"),
-    ("somebodys_jobs:tells", 2, "one line and another (somebodys_jobs.py, line 51)"),
-    ("somebodys_jobs:deep", 2, "(somebodys_jobs.py, line 48)"),
+    ("somebodys_jobs:tells", 2, "one line and another (somebodys_jobs.py, line 50)"),
+    ("somebodys_jobs:deep", 2, "(somebodys_jobs.py, line 47)"),
     ("nobodys_jobs:build", 2, "ModuleNotFoundError: No module named 'nobodys_jobs'\n"),
     ("somebodys_jobs", 2, "must be MODULE:FUNCTION"),
     ("", 2, "must be MODULE:FUNCTION"),
@@ -278,7 +278,7 @@ def test_the_command_prints_a_table_or_json(jobs: None, capsys: pytest.CaptureFi
     ("somebodys_jobs:one_by_one", 2, "is a generator; it must be a plain function"),
     ("somebodys_jobs:constant", 2, "is a int; it must be a function"),
     ("somebodys_jobs:needs", 2, "missing 1 required positional argument: 'size'\n"),
-    ("somebodys_jobs:partly", 2, "Expecting value: line 1 column 1 (char 0) (somebodys_jobs.py, line 40)"),
+    ("somebodys_jobs:partly", 2, "Expecting value: line 1 column 1 (char 0) (somebodys_jobs.py, line 39)"),
 ])
 def test_exit_codes(
     jobs: None, capsys: pytest.CaptureFixture[str], target: str, code: int, words: str
@@ -298,8 +298,10 @@ def test_it_runs_where_the_job_lies(jobs: None, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["model"] == "Sequential"
 
 
-@pytest.mark.parametrize("code", ["def build(:\n", "import nothing_of_the_kind\n", "from json import nothing\n",
-                                  "import broken\nbroken.x\n", "raise ValueError\n", "1/0\n", "\0"])
+@pytest.mark.parametrize("code", [
+    "def build(:\n", "import nothing_of_the_kind\n", "from json import nothing\n",
+    "from broken import build\n", "import broken\nbroken.x\n", "1/0\n", "\0",
+])
 def test_what_fails_in_an_import_is_one_line_without_the_inside_of_python(tmp_path: Path, code: str) -> None:
     """As a process, with every warning shown: the place is one in somebody's own file."""
     (tmp_path / "broken.py").write_text(code)
@@ -309,7 +311,7 @@ def test_what_fails_in_an_import_is_one_line_without_the_inside_of_python(tmp_pa
     assert done.stderr.count("\n") == 1, done.stderr
     assert "importlib" not in done.stderr
     assert "frozen" not in done.stderr
-    assert "lib/python" not in done.stderr
+    assert "/" not in done.stderr
 
 
 def test_an_async_builder_is_refused_without_a_warning(jobs: None, tmp_path: Path) -> None:

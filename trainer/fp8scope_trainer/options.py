@@ -73,7 +73,8 @@ class TrainOptions:
         if not 0 < self.lr < 1:
             raise Invalid("lr", self.lr, "must be above 0 and below 1")
         check_run(self.run)
-        read_settings(collector=self.collector)  # as attaching will, which is after the model is built
+        if self.probe or self.collector:
+            read_settings(collector=self.collector)  # as attaching will, which is after the model is built
         if self.drill is not None:
             with torch.device("meta"):
                 self.drill.check_names(Decoder(self.model))
