@@ -84,7 +84,6 @@ def attach(
         check_unattached(model)
         warn_of_lonely_ranks()
         settings = read_settings(collector=collector, spool=spool)
-        token = read_token()
         first = _first_step(given) if start_step is None else int(start_step)
         holding = Part(rename).holding(model)
     every, detail_every = int(every), int(detail_every)

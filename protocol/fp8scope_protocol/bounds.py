@@ -16,28 +16,21 @@ _ENDS = {2**53: "2^53", 2**63 - 1: "2^63 - 1"}
 def check_whole(field: str, value: object, *, least: int = 0, most: int = MOST_STEPS) -> None:
     """`Invalid` unless `value` is an int from `least` to `most`, both included."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise Invalid(field, _short(value), f"must be a whole number from {least} to {_ENDS.get(most, most)}")
+        raise Invalid(field, value, f"must be a whole number from {least} to {_ENDS.get(most, most)}")
 
 
 def check_finite(field: str, value: object) -> None:
     """`Invalid` unless `value` is a finite int or float."""
     if not _is_number(value) or not math.isfinite(value):  # type: ignore[arg-type]
-        raise Invalid(field, _short(value), "must be a finite number")
+        raise Invalid(field, value, "must be a finite number")
 
 
 def check_share(field: str, value: object) -> None:
     """`Invalid` unless `value` is over 0 and at most 1."""
     if not _is_number(value) or not 0 < value <= 1:  # type: ignore[operator]
-        raise Invalid(field, _short(value), "must be a number over 0 and at most 1")
+        raise Invalid(field, value, "must be a number over 0 and at most 1")
 
 
 def _is_number(value: object) -> bool:
     whole = isinstance(value, int) and not isinstance(value, bool) and value.bit_length() < 1024
     return whole or isinstance(value, float)
-
-
-def _short(value: object) -> object:
-    """Python refuses to write integers of thousands of digits."""
-    if isinstance(value, int) and value.bit_length() > 1024:
-        return f"a number of {value.bit_length()} bits"
-    return value

@@ -1,5 +1,6 @@
 """Host, Origin and token, on HTTP and websockets."""
 
+import os
 import stat
 from pathlib import Path
 
@@ -87,12 +88,12 @@ def test_a_token_that_no_header_can_hold_is_refused_unseen(
     token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the variable's name, without the value; spaces and line ends around a token are dropped."""
-    monkeypatch.setattr(access.os, "environ", {"FP8SCOPE_TOKEN": token})
+    monkeypatch.setattr(os, "environ", {"FP8SCOPE_TOKEN": token})  # the real one holds no NUL
     for read in (access.read_token, access.ensure_token):
         with pytest.raises(Invalid, match=r"FP8SCOPE_TOKEN = '\(hidden\)': is no token") as refused:
             read()
         assert "ret" not in str(refused.value)
-    monkeypatch.setattr(access.os, "environ", {"FP8SCOPE_TOKEN": " f8s_t\n"})
+    monkeypatch.setattr(os, "environ", {"FP8SCOPE_TOKEN": " f8s_t\n"})
     assert access.read_token() == access.ensure_token() == "f8s_t"
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
 import msgspec
 import pytest
@@ -109,3 +110,18 @@ def test_bad_rules_are_refused_with_the_field_and_the_value() -> None:
         _rule(max_share=0)
     with pytest.raises(Invalid, match="k of n"):
         Condition(metric="amax", role="weight", threshold=1, k=3, n=2)
+
+
+@pytest.mark.parametrize("value", [True, -1, 2**53 + 1, 2**9999, 1.5, "5", None, math.nan, math.inf],
+                         ids=lambda value: type(value).__name__)
+def test_numbers_of_a_rule_have_bounds(value: Any) -> None:
+    """In Python as over HTTP: True is no number, and nothing is larger than JSON keeps."""
+    for name in ("dwell_steps", "cooldown_steps", "max_switches", "max_share"):
+        with pytest.raises(Invalid, match=f"{name} = "):
+            _rule(**{name: value})
+    for name in ("k", "n"):
+        with pytest.raises(Invalid, match=f"{name} = "):
+            Condition(**{"metric": "amax", "role": "weight", "threshold": 1.0, name: value})
+    if value not in (-1, 2**53 + 1, 1.5):
+        with pytest.raises(Invalid, match="threshold = "):
+            Condition(metric="amax", role="weight", threshold=value)

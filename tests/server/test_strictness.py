@@ -83,6 +83,13 @@ def test_a_number_of_a_rule_is_a_number_within_bounds(
         assert name in said["detail"]
 
 
+@pytest.mark.parametrize("change", [{"name": 5}, {"modules": 5}, {"mode": True}, {"modules": ["layers.0"]}])
+def test_text_of_a_rule_is_text(client: httpx.Client, run: str, change: dict[str, Any]) -> None:
+    """A number is no name; the field and what came are named."""
+    [(name, value)] = change.items()
+    assert put(client, run, rule(**change))["detail"].startswith(f"{name} = {value!r}: expected str")
+
+
 @pytest.mark.parametrize("change", [
     {"dwell_steps": 2**53}, {"cooldown_steps": 2**53, "max_switches": 1000}, {"max_share": 1},
 ])
