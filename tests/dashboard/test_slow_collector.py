@@ -151,5 +151,5 @@ def test_an_absent_collector_is_a_banner_until_it_is_back(
 
 def test_settings_name_what_is_wrong() -> None:
     """A broken collector address is an error with the value and an example."""
-    with pytest.raises(ValueError, match=r"ftp://x.*must look like http"):
+    with pytest.raises(ValueError, match=r"ftp://x.*must be http"):
         Settings(token="t", collector="ftp://x")

@@ -88,8 +88,8 @@ def test_a_signal_ends_all_ranks_with_a_summary(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--steps", "0"], "steps = 0: must be at least 1"),
-    (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+    (["--steps", "0"], "steps = 0: must be a whole number from 1"),
+    (["--steps", "many"], "--steps = 'many': must be a whole number"),
     (["--preset", "dmo"], "near misses: demo"),
     (["--lr", "nan"], "lr = nan: must be above 0"),
     (["--drill", "frozen-amax", "--drill-block", "layers.9"], "block = 'layers.9': matches nothing"),
