@@ -1,20 +1,18 @@
 """What is measured of a forward of one of TransformerEngine's layers, once it is over."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from fp8scope.layer_probe import LayerProbe
 from fp8scope.layers import matrix_of
 from fp8scope.sharding import is_first_copy, unreadable
 from fp8scope.transformer_engine import HIDDEN, by_gemm, group_rows, unread
 from fp8scope.watch import matrix
 
-if TYPE_CHECKING:
-    from fp8scope.hooks import LayerProbe
-
 
 def measure_engine(
-    probe: "LayerProbe", x: Tensor | None, output: Tensor | None, args: tuple[Any, ...],
+    probe: LayerProbe, x: Tensor | None, output: Tensor | None, args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[int, ...] | None:
     """The operands of a call with the input x and, of what it returned, the `output` of its last GEMM.
@@ -42,7 +40,7 @@ def measure_engine(
 
 
 def _measure_activation(
-    probe: "LayerProbe", x: Tensor, rows: tuple[int, ...], weights: list[Tensor | None]
+    probe: LayerProbe, x: Tensor, rows: tuple[int, ...], weights: list[Tensor | None]
 ) -> None:
     for gemm, part in by_gemm(matrix(x), rows):
         probe.add_operand("activation", part, gemm)

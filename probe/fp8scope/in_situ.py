@@ -1,28 +1,21 @@
 """What the probe hears from layers that quantize by themselves; hooks.py puts it into them."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from fp8scope.gemm import WgradSample, gemm_error, wgrad_row_error_max
 from fp8scope.inert import InertObserver
+from fp8scope.layer_probe import CHANNEL_OUTLIER, GEMM_ERROR, WGRAD_ROW_ERROR, LayerProbe
 from fp8scope.roundtrip import channel_outlier_ratio
-from fp8scope.sums import MAX_COLUMNS, RowSums
+from fp8scope.sums import RowSums
 from fp8scope.watch import matrix
 from fp8scope_protocol.formats import E4M3
-
-if TYPE_CHECKING:
-    from fp8scope.hooks import LayerProbe
-
-CHANNEL_OUTLIER, GEMM_ERROR = MAX_COLUMNS.index("channel_outlier"), MAX_COLUMNS.index("gemm_error")
-WGRAD_ROW_ERROR = MAX_COLUMNS.index("wgrad_row_error")
 
 
 class InSituObserver(InertObserver):
     """What a self-quantizing layer reports to: an `observer.LinearObserver`."""
 
-    def __init__(self, probe: "LayerProbe") -> None:
+    def __init__(self, probe: LayerProbe) -> None:
         self.probe = probe
 
     @property

@@ -15,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fp8scope.adam import adam_form
-from fp8scope.hooks import LayerProbe
 from fp8scope.inert import can_report
+from fp8scope.layer_probe import LayerProbe
 from fp8scope.layers import (
     Layer,
     ParameterPlace,

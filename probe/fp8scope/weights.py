@@ -9,24 +9,22 @@ for its own forward is read there, and so is whatever else is somewhere else at 
 scales, and in CUDA graphs, weights are read one by one.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fp8scope.layers import Layer
 from fp8scope.sharding import is_measured_here
 from fp8scope.watch import Operand, Watch, matrix
 from fp8scope_protocol.formats import Format
 from fp8scope_protocol.series import Series
 
-if TYPE_CHECKING:
-    from fp8scope.hooks import LayerProbe
-
 
 class Wanted(NamedTuple):
     """What a layer asked to measure."""
 
-    probe: "LayerProbe"
+    layer: Layer
     key: str
     """Name of the weight in its module."""
     shape: torch.Size
@@ -59,29 +57,29 @@ class Weights:
             for wanted in self._known.values():
                 weight = _found(wanted, watch)
                 if weight is not None and watch.once(*wanted.series.key) and is_measured_here(
-                        weight, rank=watch.rank, world=watch.world, index=wanted.probe.layer.dealt):
+                        weight, rank=watch.rank, world=watch.world, index=wanted.layer.dealt):
                     operands.append(Operand(wanted.series, matrix(weight), wanted.element,
                                             wanted.power_of_two))
         if operands:
             watch.measure_all(operands, "weights")
 
-    def expect(self, probe: "LayerProbe", gemm: int, series: Series, weight: Tensor, element: Format,
+    def expect(self, layer: Layer, gemm: int, series: Series, weight: Tensor, element: Format,
                *, power_of_two: bool) -> None:
         """The next measured step is to begin with this one too, measured with current scales."""
-        if self.watch.recording or probe.layer.engine or type(weight) not in (Tensor, nn.Parameter):
+        if self.watch.recording or layer.engine or type(weight) not in (Tensor, nn.Parameter):
             return
         wanted = self._known.get(series.key)
         address = weight.data_ptr()
         if wanted is None or wanted.address != address:
-            module, key = probe.layer.module, probe.layer.weights[gemm].key
-            wanted = Wanted(probe, key, weight.shape, address, series, element, power_of_two,
+            module, key = layer.module, layer.weights[gemm].key
+            wanted = Wanted(layer, key, weight.shape, address, series, element, power_of_two,
                             _precision(module))
         self._asked[series.key] = wanted
 
 
 def _found(wanted: Wanted, watch: Watch) -> Tensor | None:
     """The weight, if it lies where it did and all its values do."""
-    layer = wanted.probe.layer
+    layer = wanted.layer
     weight = layer.module._parameters.get(wanted.key)
     if (
         type(weight) is not nn.Parameter or weight.layout is not torch.strided or weight.is_nested
