@@ -29,7 +29,7 @@ from fp8scope_trainer.gemm import rounded_matmul
 from fp8scope_trainer.history import advance_histories
 from fp8scope_trainer.linear import Fp8Linear
 from fp8scope_trainer.recipe import Recipe, quantize_both, quantize_weight
-from fp8scope_trainer.rounding import round_e4m3, uniform
+from fp8scope_trainer.rounding import hashed, key_of, lower, round_bf16, round_e4m3, round_integer
 
 SHAPES = [(256, 256, 384), (130, 512, 640), (1000, 384, 128), (2048, 1024, 4096), (4096, 4096, 1024),
           (512, 640, 16384), (65536, 256, 384)]
@@ -138,13 +138,18 @@ def differing_bits() -> Iterator[str]:
                 if not torch.equal(on_gpu.scales.cpu(), on_cpu.scales):
                     yield f"scales of {name}, {kind}, {rows} x {columns}"
     indices = torch.arange(2**31, 2**31 + 2**18)
-    random = [uniform(i, seed=1, step=7, stream=3) for i in (indices, indices.cuda())]
+    key = key_of(seed=1, step=7, stream=3)
+    random = [lower(hashed(i, key)) for i in (indices, indices.cuda())]
     if not torch.equal(random[0], random[1].cpu()):
         yield "random numbers of the optimizer's rounding"
     y = operand("random", 1, 2**18, torch.float32).view(-1) * 100
     codes = [round_e4m3(*pair, keep_nonzero=True) for pair in ((y.cpu(), random[0]), (y, random[1]))]
     if not _same_codes(codes[1], codes[0]):
-        yield "stochastic rounding"
+        yield "stochastic rounding to E4M3"
+    whole = [round_integer(*pair, largest=255.0) for pair in ((y.cpu(), random[0]), (y, random[1]))]
+    halves = [round_bf16(*pair) for pair in ((y.cpu(), random[0]), (y, random[1]))]
+    if not torch.equal(whole[0], whole[1].cpu()) or not torch.equal(halves[0], halves[1].cpu()):
+        yield "stochastic rounding to integers or bf16"
 
 
 def _same_codes(on_gpu: Tensor, on_cpu: Tensor) -> bool:

@@ -51,9 +51,10 @@ class StateObserver(Protocol):
     active: bool
 
     def state(self, parameter: Tensor, role: str, x: Tensor, scales: Tensor, *, scaling: str,
-              rounding: str, codes: Tensor) -> None:
+              rounding: str, format: str, codes: Tensor) -> None:
         """One quantized state of `parameter` (local shard). x [R, C] is what was encoded, `codes` the
-        result. For exp_avg_sq the role's x is sqrt(v)."""
+        result, one to an element, in `format`. For exp_avg_sq the role's x is sqrt(v). A format or scaling
+        that the probe has no name for is told as not observed."""
 
 
 @runtime_checkable

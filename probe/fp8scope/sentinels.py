@@ -147,10 +147,11 @@ class Sentinels:
         stats = getattr(optimizer, "step_stats", None)
         if stats is not None:
             self.add("update_max", stats.update_max)
-            self.add("v_zero", stats.v_zero_share)
             self.add("update_square", self._number(stats.update_weight_ratio).square())
-            self.add("v_total", 1.0)
             self.add("weight_square", 1.0)
+            if stats.v_zero_share is not None:  # there is a second moment
+                self.add("v_zero", stats.v_zero_share)
+                self.add("v_total", 1.0)
 
     def add(self, column: str, value: Number) -> None:
         """Adds to a sum, or raises a maximum to `value`, a number or a tensor [] of any kind."""

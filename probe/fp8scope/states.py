@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from fp8scope.inert import InertObserver
 from fp8scope.layers import ParameterPlace
+from fp8scope.quantize import DTYPES
 from fp8scope.sharding import is_measured_here, local
-from fp8scope.stored import FORMAT_OF
 from fp8scope.watch import Operand, Watch
-from fp8scope_protocol.formats import Format, parse_format
+from fp8scope_protocol.formats import Format, is_scaling, parse_format
 from fp8scope_protocol.recipes import what_ifs
 from fp8scope_protocol.series import Series
 
@@ -58,21 +58,21 @@ class StateRecorder(InertObserver):
 
     def state(
         self, parameter: Tensor, role: str, x: Tensor, scales: Tensor, *, scaling: str, rounding: str,
-        codes: Tensor,
+        format: str, codes: Tensor,
     ) -> None:
         """One encoded state, this rank's part."""
         place = self.places.get(id(parameter))
         if place is None:
             return
         with self.watch.guarded(place.name):
-            name = FORMAT_OF.get(codes.dtype)
-            if name is None:
-                self.watch.unobserved(place.name, f"{role} is stored as {codes.dtype}")
+            if format not in DTYPES or not is_scaling(scaling):
+                self.watch.unobserved(place.name, f"{role} is stored as {format}, {scaling}")
                 return
-            series = state_series(place, role, parse_format(name), scaling, rounding=rounding, live=True)
+            element = parse_format(format)
+            series = state_series(place, role, element, scaling, rounding=rounding, live=True)
             self.watch.rows.row(series)
             if _is_mine(self.watch, parameter, place):
-                self.watch.measure(series, x, parse_format(name), scales=scales, codes=codes)
+                self.watch.measure(series, x, element, scales=scales, codes=codes)
 
 
 def _operands(

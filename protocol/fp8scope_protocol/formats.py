@@ -150,6 +150,15 @@ def parse_scaling(name: str) -> Scaling:
     return Scaling(name=name, columns=n, flat=True)
 
 
+def is_scaling(name: str) -> bool:
+    """Whether `parse_scaling` knows `name`."""
+    try:
+        parse_scaling(name)
+    except Invalid:
+        return False
+    return True
+
+
 def check_pair(element: Format, scaling: Scaling) -> None:
     """`Invalid` where `element` cannot be scaled so."""
     pair = f"{element.name}/{scaling.name}"

@@ -1,110 +1,156 @@
-"""AdamW's two moments, as the optimizer stores them: fp32, or E4M3 in [1,128] tiles.
+"""The states of one parameter: their keys, shapes and placements, and the matrix they are seen as.
 
-Of v its square root r is stored, never as zero where v is positive: v then spans 2 x 17 binades in a tile
-instead of 17, and m / r cannot explode through a lost v. m decodes as 0 where r is 0. Tiles never cross a
-row, so rows can move between ranks and keep their codes.
+A parameter is seen as a matrix [R, C]: a vector as one row, experts [E, N, K] as [E N, K], kernels of a
+convolution [O, I, H, W] as [O, I H W]. Element i of the whole tensor, row by row, has index i on every mesh.
 
-Both are rounded stochastically. Nearest would stall: of v, at beta2 = 0.999, a step moves r by 0.05 % where
-half a code is 3 %; of m, at beta1 = 0.9, 0.9 times any of the four smallest codes rounds back to it, and a
-weight whose gradient has ended drifts on for ever. Measured, lr 1e-3, 1,000 steps: Adam comes to rest at
--0.03, stochastic m at -0.033, nearest m is at -1.75 and moving.
+Keys of a rule's moments, for exp_avg (exp_avg_sq and momentum_buffer alike):
 
-State of an fp32 parameter: exp_avg, exp_avg_sq. Of an E4M3 one: exp_avg, exp_avg_sq (codes, shaped like the
-parameter) and exp_avg_scale, exp_avg_sq_scale (fp32 [R, ceil(C / 128)]).
+    exp_avg          codes, or values of fp32 and bf16; shaped like the parameter, of int4 [.., ceil(C / 2)]
+    exp_avg_scale    fp32 [.., ceil(C / block)], of formats with blocks
+    exp_avg_exact    fp32 like the parameter, instead of both, during the fp32 warm-up
+
+`step` is a 0-dim fp32 tensor on the CPU, so reading it never waits for the device; `master` the fp32 weight
+of a 16-bit parameter, where asked for. All but `step` are DTensors with the parameter's placement.
+
+Two phases, two sets of keys. The warm-up takes 8 bytes a parameter that must be given back, so one schema for
+both would have to keep them for ever. With other names a checkpoint of one phase never fits an optimizer in
+the other unnoticed: torch.distributed.checkpoint finds a key missing, where under one name it would cast
+codes to fp32 in silence. `make_states(steps)` brings a fresh optimizer into the phase of a checkpoint.
+
+Only matrices of at least 4,096 elements, in all, leave fp32; decided from the global shape and so alike on
+every mesh.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fp8scope.quantize import Quantized, dequantize, scale_of, tile_amax
 from fp8scope_protocol.errors import Invalid
-from fp8scope_protocol.formats import E4M3, TILE
-from fp8scope_trainer.rounding import round_e4m3, uniform
+from fp8scope_trainer.rounding import hashed, key_of, lower, upper
+from fp8scope_trainer.rules import Moments, Rule
+from fp8scope_trainer.state_format import Encoded, StateFormat
 
-CODES = ("exp_avg", "exp_avg_sq")
-SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 SMALLEST_QUANTIZED = 4096
 """Parameters with fewer elements, in all, keep fp32 moments: nothing to gain, much to lose."""
+
+MASTER = "master"
 
 State = dict[str, Tensor]
 
 
-class Moments(NamedTuple):
-    """First and second moment, fp32, shaped like the local parameter."""
-
-    m: Tensor
-    v: Tensor
-
-
-class Encoded(NamedTuple):
-    """One moment as it was stored. x [R, C] is what was encoded; for exp_avg_sq that is sqrt(v)."""
-
-    role: str
-    x: Tensor
-    quantized: Quantized
-
-
-class Draw(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draw:
     """What names the random numbers of one parameter's rounding in one step."""
 
     seed: int
     step: int
     stream: int
+    """The parameter's number in the optimizer."""
+    first: int
+    """Index of this rank's first element in the whole tensor."""
+
+    def bits(self, like: Tensor, *, weight: bool = False) -> Tensor:
+        """Hashes for the elements of `like` [R, C], int64: of moments, or of the weight."""
+        key = key_of(seed=self.seed, step=self.step, stream=self.stream, weight=weight)
+        indices = torch.arange(self.first, self.first + like.numel(), device=like.device)
+        return hashed(indices, key).view(like.shape)
 
 
-def quantizable(shape: torch.Size) -> bool:
-    """Whether a parameter of this *global* shape may have E4M3 moments; the same on every rank and mesh."""
-    return len(shape) == 2 and shape.numel() >= SMALLEST_QUANTIZED
+class Slots(NamedTuple):
+    """Where moments are stored: matrix views of codes and scales (see `state_format.Encoded`)."""
+
+    signed: Encoded
+    root: Encoded | None
 
 
-def new_state(parameter: Tensor, *, quantized: bool) -> State:
-    """Zero moments with the placement of `parameter`."""
-    if not quantized:
-        return {key: torch.zeros_like(parameter, dtype=torch.float32) for key in CODES}
-    rows, columns = parameter.shape
-    tiles = (rows, -(-columns // TILE))
-    local_rows = local(parameter).shape[0]
-    state = {}
-    for key in CODES:
-        codes = torch.zeros_like(local(parameter), dtype=torch.float8_e4m3fn)
-        state[key] = _placed(codes, parameter, (rows, columns))
-    for key in SCALES:
-        scales = torch.ones(local_rows, tiles[1], device=parameter.device)
-        state[key] = _placed(scales, parameter, tiles)
+class Stored(NamedTuple):
+    """One moment as it was stored. x [R, C] is what was encoded; where it is quantized, sqrt(v) of v."""
+
+    key: str
+    x: Tensor
+    encoded: Encoded
+
+
+def exception(shape: torch.Size) -> str:
+    """Why a parameter of this *global* shape keeps fp32 moments; empty if it can have any."""
+    if len(shape) < 2:
+        return "is no matrix"
+    if shape.numel() < SMALLEST_QUANTIZED:
+        return f"has fewer than {SMALLEST_QUANTIZED} elements"
+    return ""
+
+
+def columns_of(shape: torch.Size) -> int:
+    """C of the matrix that a tensor of this shape is seen as."""
+    if len(shape) < 2:
+        return max(shape.numel(), 1)
+    return shape[-1] if len(shape) < 4 else shape[1:].numel()
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """This rank's part as [R, C]; a view where it is contiguous."""
+    part, columns = local(tensor), columns_of(tensor.shape)
+    return part.reshape(part.numel() // max(columns, 1), columns)
+
+
+def new_state(parameter: Tensor, rule: Rule, format: StateFormat, *, exact: bool, master: bool) -> State:
+    """Zero moments with the placement of `parameter`; `exact`: those of the warm-up."""
+    state = {"step": torch.zeros(())}
+    for key in rule.keys:
+        state |= _zeros(parameter, key, format, root=key == rule.root, exact=exact)
+    if master:
+        state[MASTER] = parameter.detach().float()
     return state
 
 
-def decode(state: State) -> Moments:
-    """The local moments in fp32."""
-    if SCALES[0] not in state:
-        return Moments(local(state["exp_avg"]), local(state["exp_avg_sq"]))
-    m, r = (
-        dequantize(Quantized(local(state[code]), local(state[scale]), "tile 1x128"))
-        for code, scale in zip(CODES, SCALES, strict=True)
-    )
-    return Moments(torch.where(r == 0, 0.0, m), r.square())
+def slots(state: State, rule: Rule) -> Slots:
+    """Views of the moments in `state`: of the exact ones while they are there."""
+    found = [_slot(state, key) for key in rule.keys]
+    return Slots(found[0], found[1] if rule.root else None)
 
 
-def store(state: State, moments: Moments, draw: Draw) -> tuple[Encoded, ...]:
-    """Writes the moments into `state`, in place; says what was encoded, which is nothing for fp32 states."""
-    if SCALES[0] not in state:
-        for key, value in zip(CODES, moments, strict=True):
-            local(state[key]).copy_(value)
-        return ()
-    row, root = first_row(state["exp_avg"]), moments.v.sqrt()
-    encoded = (
-        Encoded("exp_avg", moments.m, _round(moments.m, row, draw._replace(stream=2 * draw.stream))),
-        Encoded("exp_avg_sq", root, _round(root, row, draw._replace(stream=2 * draw.stream + 1),
-                                           keep_nonzero=True)),
-    )
-    for code, scale, one in zip(CODES, SCALES, encoded, strict=True):
-        local(state[code]).copy_(one.quantized.codes)
-        local(state[scale]).copy_(one.quantized.scales)
-    return encoded
+def decode(stored: Slots, format: StateFormat, columns: int) -> Moments:
+    """The moments in fp32. m is 0 where r is."""
+    signed = format.decode(stored.signed, columns, root=False)
+    if stored.root is None:
+        return Moments(signed, None)
+    root = format.decode(stored.root, columns, root=True)
+    if not format.quantized:
+        return Moments(signed, root)
+    return Moments(torch.where(root == 0, 0.0, signed), root * root)
+
+
+def store(into: Slots, moments: Moments, rule: Rule, format: StateFormat, draw: Draw) -> tuple[Stored, ...]:
+    """Writes the moments where they belong; says what was encoded."""
+    bits = draw.bits(moments.signed) if format.rounds else torch.zeros((), dtype=torch.int64)
+    done = [Stored(rule.signed, moments.signed, format.encode(moments.signed, upper(bits), root=False))]
+    if rule.root is not None and moments.square is not None:
+        x = moments.square.sqrt() if format.quantized else moments.square
+        done.append(Stored(rule.root, x, format.encode(x, lower(bits), root=True)))
+    for place, one in zip(into, done, strict=False):
+        assert place is not None
+        place.codes.copy_(one.encoded.codes)
+        if place.scales is not None and one.encoded.scales is not None:
+            place.scales.copy_(one.encoded.scales)
+    return tuple(done)
+
+
+def end_warm_up(state: State, parameter: Tensor, rule: Rule, format: StateFormat, draw: Draw) -> None:
+    """Encodes the exact moments of `state` and lets them go."""
+    exact = decode(slots(state, rule), StateFormat.of("fp32"), columns_of(parameter.shape))
+    for key in rule.keys:
+        del state[f"{key}_exact"]
+        state |= _zeros(parameter, key, format, root=key == rule.root, exact=False)
+    store(slots(state, rule), exact, rule, format, draw)
+
+
+def is_exact(state: State, rule: Rule) -> bool:
+    """Whether `state` is in its fp32 warm-up."""
+    return f"{rule.signed}_exact" in state
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -112,9 +158,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def first_row(tensor: Tensor) -> int:
-    """Global index of the first local row. Rows are dealt out in chunks of ceil(rows / ranks)."""
-    if not isinstance(tensor, DTensor):
+def first_index(tensor: Tensor) -> int:
+    """Index of the first local element in the whole tensor.
+
+    Rows are dealt out in chunks of ceil(rows / ranks). `Invalid` where this rank's part is not whole rows.
+    """
+    if not isinstance(tensor, DTensor) or not tensor.dim():
         return 0
     offset, size = 0, tensor.shape[0]
     coordinates: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
@@ -124,22 +173,45 @@ def first_row(tensor: Tensor) -> int:
             start = min(chunk * coordinate, size)
             offset, size = offset + start, min(chunk, size - start)
         elif not isinstance(placement, Replicate):
-            raise Invalid("placements", tensor.placements, "E4M3 needs whole rows: Shard(0) or Replicate")
-    return offset
+            raise Invalid("placements", tensor.placements, "rounding needs whole rows: Shard(0) or Replicate")
+    return offset * tensor.shape[1:].numel()
 
 
-def _round(x: Tensor, row: int, draw: Draw, *, keep_nonzero: bool = False) -> Quantized:
-    """Stochastically rounded tiles of x [R, C], whose first row is row `row` of the whole tensor."""
-    rows, columns = x.shape
-    scales = scale_of(tile_amax(x), E4M3)
-    wide = scales.repeat_interleave(TILE, dim=1)[:, :columns]
-    indices = torch.arange(row * columns, (row + rows) * columns, device=x.device).view(rows, columns)
-    random = uniform(indices, seed=draw.seed, step=draw.step, stream=draw.stream)
-    return Quantized(round_e4m3(x / wide, random, keep_nonzero=keep_nonzero), scales, "tile 1x128")
+def _slot(state: State, key: str) -> Encoded:
+    codes, scales = state.get(f"{key}_exact", state.get(key)), state.get(f"{key}_scale")
+    assert codes is not None
+    return Encoded(as_matrix(codes), None if scales is None else as_matrix(scales))
 
 
-def _placed(tensor: Tensor, like: Tensor, shape: tuple[int, int]) -> Tensor:
+def _zeros(parameter: Tensor, key: str, format: StateFormat, *, root: bool, exact: bool) -> State:
+    """The keys of one moment."""
+    if exact:
+        return {f"{key}_exact": _filled(parameter, parameter.shape, torch.float32, 0)}
+    dtype = format.dtype(root=root)
+    if not format.quantized:
+        return {key: _filled(parameter, parameter.shape, dtype, 0)}
+    columns = columns_of(parameter.shape)
+    packed = format.stored_columns(columns)
+    codes = parameter.shape if packed == columns else _with_columns(parameter.shape, packed)
+    scales = _with_columns(parameter.shape, format.blocks(columns))
+    return {key: _filled(parameter, codes, dtype, 0),
+            f"{key}_scale": _filled(parameter, scales, torch.float32, 1)}
+
+
+def _with_columns(shape: torch.Size, columns: int) -> torch.Size:
+    """Of what has `columns` numbers for each row of a matrix of this shape; rows are dealt out alike."""
+    return torch.Size((*(shape[:-1] if len(shape) < 4 else shape[:1]), columns))
+
+
+def _filled(like: Tensor, shape: torch.Size, dtype: torch.dtype, value: int) -> Tensor:
+    """A tensor of the *global* shape with the placement of `like`."""
     if not isinstance(like, DTensor):
-        return tensor
-    return DTensor.from_local(tensor, like.device_mesh, like.placements, run_check=False,
-                              shape=torch.Size(shape), stride=(shape[1], 1))
+        return torch.full(shape, value, dtype=dtype, device=like.device)
+    if shape == like.shape:
+        mine = torch.Size(like.to_local().shape)
+    else:  # only the last dimensions differ, and they are whole
+        mine = torch.Size((*like.to_local().shape[:len(shape) - 1], shape[-1]))
+    whole = torch.full(mine, value, dtype=dtype, device=like.device)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(whole, like.device_mesh, like.placements, run_check=False, shape=shape,
+                              stride=stride)
