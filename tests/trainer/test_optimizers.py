@@ -16,7 +16,7 @@ from fp8scope_trainer.sgd import SGD
 from fp8scope_trainer.state_format import FORMATS
 
 SHAPE = (32, 300)
-RULES: dict[str, type[StateOptimizer]] = {"adamw": AdamW, "adam": Adam, "sgd": SGD, "lion": Lion}
+RULES: dict[str, Callable[..., StateOptimizer]] = {"adamw": AdamW, "adam": Adam, "sgd": SGD, "lion": Lion}
 
 
 class HandLion(torch.optim.Optimizer):
@@ -101,7 +101,7 @@ def test_o3_a_coordinate_without_gradient_does_not_move(states: str) -> None:
 @pytest.mark.parametrize("states", ["fp8", "int8", "int16"])
 @pytest.mark.parametrize("beta2", [0.95, 0.99])
 def test_sqrt_v_follows_gradients_that_fall(states: str, beta2: float) -> None:
-    """Half of a block's gradients fall 10x: 5 / (1 - beta2) steps later the median of sqrt(v) is within 5 %."""
+    """Half of a block's gradients fall 10x: 5 / (1 - beta2) steps later median sqrt(v) is within 5 %."""
     generator = torch.Generator().manual_seed(0)
     found, exact = (nn.Parameter(torch.zeros(32, 256)) for _ in range(2))
     optimizers = [AdamW([found], lr=0.0, betas=(0.9, beta2), states=states),

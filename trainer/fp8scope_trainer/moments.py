@@ -1,6 +1,6 @@
 """The states of one parameter: their keys, shapes and placements, and the matrix they are seen as.
 
-A parameter is seen as a matrix [R, C]: a vector as one row, experts [E, N, K] as [E N, K], kernels of a
+A parameter is seen as a matrix [R, C]: a vector as one column, experts [E, N, K] as [E N, K], kernels of a
 convolution [O, I, H, W] as [O, I H W]. Element i of the whole tensor, row by row, has index i on every mesh.
 
 Keys of a rule's moments, for exp_avg (exp_avg_sq and momentum_buffer alike):
@@ -87,13 +87,14 @@ def exception(shape: torch.Size) -> str:
 def columns_of(shape: torch.Size) -> int:
     """C of the matrix that a tensor of this shape is seen as."""
     if len(shape) < 2:
-        return max(shape.numel(), 1)
+        return 1
     return shape[-1] if len(shape) < 4 else shape[1:].numel()
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """This rank's part as [R, C]; a view where it is contiguous."""
-    part, columns = local(tensor), columns_of(tensor.shape)
+    part = local(tensor)
+    columns = columns_of(part.shape)
     return part.reshape(part.numel() // max(columns, 1), columns)
 
 
