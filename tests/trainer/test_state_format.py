@@ -103,8 +103,8 @@ def log_uniform() -> Tensor:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("root", [False, True])
 def test_rounding_is_unbiased(name: str, root: bool) -> None:
-    """The mean of 400 roundings is within an eighth of a code of each element (five standard errors), and of all
-    together within a hundredth. To nearest, an element would be off by up to half a code."""
+    """The mean of 400 roundings is within an eighth of a code of each element (five standard errors), and of
+    all together within a hundredth. To nearest, an element would be off by up to half a code."""
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(1, 300, generator=generator) + 0.3
     x = x if root else x * torch.randn(1, 300, generator=generator).sign()
