@@ -1,0 +1,42 @@
+"""An optimizer's codes, scales and weights do not depend on how many ranks hold them."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+JOB = Path(__file__).with_name("mesh_job.py")
+
+
+@pytest.fixture(scope="module")
+def job() -> ModuleType:
+    """The job, importable here for its one-process form."""
+    spec = importlib.util.spec_from_file_location("mesh_job", JOB)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_states_are_those_of_one_process(ranks: int, tmp_path: Path, job: ModuleType) -> None:
+    """Uneven rows, ranks without any, experts, kernels, vectors, bf16 weights, a warm-up: equal to the bit in
+    every format, for a rule with two moments and one with one."""
+    files = [str(tmp_path / "store"), str(tmp_path / "out")]
+    command = [sys.executable, str(JOB)]
+    jobs = [subprocess.Popen([*command, str(rank), str(ranks), *files]) for rank in range(ranks)]
+    try:
+        assert [one.wait(timeout=200) for one in jobs] == [0] * ranks
+    finally:
+        for one in jobs:
+            one.kill()
+    found = [torch.load(tmp_path / f"out.{rank}") for rank in range(ranks)]
+    for rule, states in job.JOBS:
+        for key, value in job.stepped(ranks=1, rule=rule, states=states).items():
+            joined = torch.cat([rank[f"{rule} {states}"][key] for rank in found])
+            assert torch.equal(joined, value), (rule, states, key)
