@@ -163,11 +163,13 @@ def test_the_functions_of_distributed_checkpoint_keep_codes(states: str) -> None
 
 def test_other_states_blocks_or_masters_are_not_loaded() -> None:
     """Each mismatch names both sides."""
-    for mine, theirs, field in (({"states": "int8"}, {"states": "fp8"}, "states"),
-                                ({"states": "int8", "block": 256}, {"states": "int8"}, "block")):
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"states": "int8"}, {"states": "fp8"}, "states"),
+        ({"states": "int8", "block": 256}, {"states": "int8"}, "block")]
+    for mine, theirs, field in cases:
         saved = AdamW([nn.Parameter(torch.ones(SHAPE))], **theirs).state_dict()
         with pytest.raises(Invalid, match=field):
-            AdamW([nn.Parameter(torch.ones(SHAPE))], **mine).load_state_dict(saved)  # type: ignore[arg-type]
+            AdamW([nn.Parameter(torch.ones(SHAPE))], **mine).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("make", [AdamW, SGD])
