@@ -5,7 +5,8 @@ from those that the optimizer has, else from the options of its groups: `betas` 
 a `momentum` that is not 0 means momentum_buffer.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +29,14 @@ from fp8scope.layers import (
 )
 from fp8scope.rows import Rows
 from fp8scope.sharding import unreadable
-from fp8scope.states import ROLES, is_high_precision, state_series
+from fp8scope.states import ROLES, is_high_precision, is_measurable, state_series
 from fp8scope.stored import FORMAT_OF, StoredAs, codes_of, stored_as
 from fp8scope.transformer_engine import HIDDEN, unread
 from fp8scope.twins import twin_series
 from fp8scope.updates import weight_series
 from fp8scope.watch import Watch
 from fp8scope.weights import Weights
-from fp8scope_protocol.formats import E4M3
+from fp8scope_protocol.formats import parse_format
 from fp8scope_protocol.recipes import Recipe, what_ifs
 from fp8scope_protocol.series import Series
 from fp8scope_protocol.wire import Unobserved
@@ -103,16 +104,20 @@ def plan_states(
         place = places.get(id(parameter))
         if place is None or is_lazy(parameter) or not parameter.numel():
             continue
-        live = _stores_codes(optimizer, parameter)
+        live = _coded(optimizer, parameter)
         if adam_form(optimizer, group) is not None:
             yield from (Plan(series=one, light_bytes=0, detailed_bytes=0)
                         for one in _sampled(place, optimizer, parameter))
         if parameter.dim() < 2:
             continue
-        for role, size in _states(optimizer, group, parameter):
-            for element, scaling in what_ifs((Recipe(element=E4M3),) if live else recipes, role):
-                series = state_series(place, role, element, scaling, live=live,
-                                      rounding="stochastic" if live else "nearest")
+        for role, format, scaling in live:
+            if is_measurable(format, scaling):
+                series = state_series(place, role, parse_format(format), scaling, live=True,
+                                      rounding="stochastic")
+                yield Plan(series=series, light_bytes=0, detailed_bytes=parameter.nbytes)
+        for role, size in [] if live else _states(optimizer, group, parameter):
+            for element, scaling in what_ifs(recipes, role):
+                series = state_series(place, role, element, scaling)
                 yield Plan(series=series, light_bytes=0, detailed_bytes=size)
 
 
@@ -134,11 +139,15 @@ def find_gaps(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Unobse
     places = parameter_places(model)
     vectors = strangers = 0
     stateless: dict[str, int] = {}
+    unmeasured: Counter[str] = Counter()
     for optimizer, group, parameter in _parameters(optimizers):
         if id(parameter) not in places:
             strangers += 1
         elif parameter.dim() < 2:
             vectors += 1
+        elif coded := _coded(optimizer, parameter):
+            unmeasured.update(f"{role} is stored as {format}, {scaling}: only update_error is measured"
+                          for role, format, scaling in coded if not is_measurable(format, scaling))
         elif not _states(optimizer, group, parameter) and not _has_codes(optimizer, parameter):
             kind = type(optimizer).__name__
             stateless[kind] = stateless.get(kind, 0) + 1
@@ -148,6 +157,8 @@ def find_gaps(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[Unobse
         found.append(Unobserved(name=f"states of {strangers} parameters", reason="they are not the model's"))
     found += [Unobserved(name=f"states of {count} matrices", reason=f"{kind} keeps no {', '.join(ROLES)}")
               for kind, count in stateless.items()]
+    found += [Unobserved(name=f"states of {count} matrices", reason=reason)
+              for reason, count in unmeasured.items()]
     return tuple(found)
 
 
@@ -175,7 +186,7 @@ def _parameters(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, di
 def _states(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> list[tuple[str, int]]:
     """(role, bytes) of the states that are there, or will be."""
     state = optimizer.state.get(parameter)
-    if isinstance(state, Mapping) and state and not _stores_codes(optimizer, parameter):
+    if isinstance(state, Mapping) and state:
         return [(role, x.nbytes) for key, role in ROLES.items()
                 if isinstance(x := state.get(key), Tensor) and is_high_precision(x, parameter)]
     if "betas" in group:
@@ -183,10 +194,12 @@ def _states(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -
     return [("momentum", parameter.nbytes)] if group.get("momentum") else []
 
 
-def _stores_codes(optimizer: Any, parameter: Tensor) -> bool:
-    """Whether an optimizer that reports by itself stores the states of `parameter` in FP8."""
-    return (can_report(optimizer) and hasattr(optimizer, "format_of")
-            and optimizer.format_of(parameter) == "fp8")
+def _coded(optimizer: Any, parameter: Tensor) -> Sequence[tuple[str, str, str]]:
+    """(role, format, scaling) of the codes that a reporting optimizer stores of `parameter`."""
+    if not can_report(optimizer) or not hasattr(optimizer, "coded_states"):
+        return ()
+    found: Sequence[tuple[str, str, str]] = optimizer.coded_states(parameter)
+    return found
 
 
 def _has_codes(optimizer: Optimizer, parameter: Tensor) -> bool:

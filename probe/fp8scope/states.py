@@ -65,7 +65,7 @@ class StateRecorder(InertObserver):
         if place is None:
             return
         with self.watch.guarded(place.name):
-            if format not in DTYPES or not is_scaling(scaling):
+            if not is_measurable(format, scaling):
                 self.watch.unobserved(place.name, f"{role} is stored as {format}, {scaling}")
                 return
             element = parse_format(format)
@@ -100,6 +100,11 @@ def state_series(
 
 def _is_mine(watch: Watch, parameter: Tensor, place: ParameterPlace) -> bool:
     return is_measured_here(parameter, rank=watch.rank, world=watch.world, index=place.index)
+
+
+def is_measurable(format: str, scaling: str) -> bool:
+    """Whether codes in `format` under `scaling` can be measured: the probe has a quantizer for both."""
+    return format in DTYPES and is_scaling(scaling)
 
 
 def is_high_precision(x: Tensor, parameter: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
     floating point    exp_avg, exp_avg_sq shaped like the parameter, in 16 or 32 bits
     torchao, bitsandbytes    codes, see `codes`
-    ours              E4M3 codes, scales of [1,128] tiles in exp_avg_scale, exp_avg_sq_scale; of v its root
+    ours              codes and scales of blocks along rows, of v its root, see `our_states`
 
 A state that does not exist yet reads as zeros, which is what it will start as.
 """
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fp8scope.bitsandbytes_states import bitsandbytes_codes
 from fp8scope.codes import Codes
-from fp8scope.quantize import DTYPES, decode
+from fp8scope.our_states import EXACT, is_warming_up, our_moments
+from fp8scope.quantize import DTYPES
 from fp8scope.sample import Part, Sample
 from fp8scope.sharding import local
 from fp8scope.torchao_states import torchao_codes
-from fp8scope_protocol.formats import TILE
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BITSANDBYTES = {"exp_avg": "state1", "exp_avg_sq": "state2"}
@@ -45,7 +45,13 @@ class Moments(NamedTuple):
 
 def is_readable(parameter: Tensor, state: State) -> bool:
     """Whether `read_moments` knows how `state` stores the moments of a parameter."""
-    return not state or is_plain(parameter, state) or _is_ours(parameter, state) or _is_coded(state)
+    return (not state or is_plain(parameter, state) or our_moments(parameter, state) is not None
+            or _is_coded(state))
+
+
+def may_lose(parameter: Tensor, state: State) -> bool:
+    """Whether moments are stored in fewer than 32 bits, or it is not known yet."""
+    return not state or is_warming_up(state) or stored_as(parameter, state) is not None
 
 
 def codes_of(state: State, key: str) -> Codes | None:
@@ -55,8 +61,8 @@ def codes_of(state: State, key: str) -> Codes | None:
 
 def stored_as(parameter: Tensor, state: State) -> StoredAs | None:
     """How the second moment is stored; None if in 32 bits or more, so that nothing is lost, or not yet."""
-    if _is_ours(parameter, state):
-        return StoredAs("e4m3", "tile 1x128", "stochastic")
+    if (ours := our_moments(parameter, state)) is not None:
+        return None if ours.scaling is None else StoredAs(ours.root_format, ours.scaling, "stochastic")
     if _is_coded(state) and (codes := codes_of(state, "exp_avg_sq")) is not None:
         return StoredAs(codes.format, codes.scaling, "nearest")
     if is_plain(parameter, state) and (name := FORMAT_OF.get(moment(state, "exp_avg_sq").dtype)) is not None:
@@ -81,22 +87,10 @@ def _read(part: Part, state: State, device: torch.device) -> Moments:
     if is_plain(part.parameter, state):
         m, v = (local(moment(state, key)).reshape(-1)[at].float() for key in MOMENTS)
         return Moments(m, v)
-    if _is_ours(part.parameter, state):
-        return _read_ours(state, at)
+    if (ours := our_moments(part.parameter, state)) is not None:
+        return Moments(*ours.decoded(at))
     m, v = (codes.decoded(at) for key in MOMENTS if (codes := codes_of(state, key)) is not None)
     return Moments(m, v)
-
-
-def _read_ours(state: State, at: Tensor) -> Moments:
-    m, root = (_tiled(local(state[key]), local(state[f"{key}_scale"]), at) for key in MOMENTS)
-    return Moments(torch.where(root == 0, 0.0, m), root.square())  # as our optimizer decodes them
-
-
-def _tiled(codes: Tensor, scales: Tensor, at: Tensor) -> Tensor:
-    """codes [R, C] times the scales [R, ceil(C / 128)] of their tiles, at flat indices."""
-    columns = codes.shape[1]
-    values = decode(codes.reshape(-1).view(torch.uint8)[at].view(codes.dtype))
-    return values * scales[at // columns, at % columns // TILE]
 
 
 def is_plain(parameter: Tensor, state: State) -> bool:
@@ -109,16 +103,9 @@ def is_plain(parameter: Tensor, state: State) -> bool:
 
 
 def moment(state: State, key: str) -> Any:
-    """The stored moment `key`, by the name that its library gives it."""
-    return state.get(key, state.get(BITSANDBYTES[key]))
+    """The stored moment `key`, by the name that its library gives it, or that of a warm-up."""
+    return state.get(key, state.get(EXACT[key], state.get(BITSANDBYTES[key])))
 
 
 def _is_coded(state: State) -> bool:
     return all(codes_of(state, key) is not None for key in MOMENTS)
-
-
-def _is_ours(parameter: Tensor, state: State) -> bool:
-    return parameter.dim() == 2 and all(
-        isinstance(x := state.get(key), Tensor) and local(x).dtype == torch.float8_e4m3fn
-        and isinstance(state.get(f"{key}_scale"), Tensor) for key in MOMENTS
-    )

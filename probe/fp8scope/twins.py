@@ -26,9 +26,10 @@ from torch.optim import Optimizer
 from fp8scope.adam import AdamForm, Number, adam_form, host_steps, steps_of
 from fp8scope.change import update_sums, weights_of
 from fp8scope.layers import ParameterPlace
+from fp8scope.our_states import TWINS_ALONE
 from fp8scope.sample import Sample
 from fp8scope.sharding import local
-from fp8scope.stored import Moments, State, StoredAs, read_moments, stored_as
+from fp8scope.stored import Moments, State, StoredAs, may_lose, read_moments, stored_as
 from fp8scope.updates import Samples, state_of
 from fp8scope.watch import Watch
 from fp8scope_protocol.series import Series
@@ -148,7 +149,7 @@ class Twins:
         states = [state_of(optimizer, part.parameter) for part in sample.parts]
         pairs = list(zip(sample.parts, states, strict=True))
         kept = [i for i, (part, state) in enumerate(pairs)
-                if not state or stored_as(part.parameter, state) is not None]
+                if may_lose(part.parameter, state)]
         if not kept:
             return None
         some, found = sample.only(kept), [states[i] for i in kept]
@@ -197,14 +198,14 @@ class Twins:
 
 def _is_counted(one: StoredAs) -> bool:
     """Whether the states of a detailed step bring their elements by themselves."""
-    return one.scaling != "none"
+    return one.scaling != "none" and one.format not in TWINS_ALONE
 
 
 def _pruned(twin: Twin, states: list[State]) -> Twin | None:
     """Without the parts whose moments turned out to be exact, or to be stored in a way that nobody knows."""
     pairs = zip(twin.sample.parts, states, strict=True)
     kept = [i for i, (part, state) in enumerate(pairs)
-            if not state or stored_as(part.parameter, state) is not None]
+            if may_lose(part.parameter, state)]
     twin.fresh = not all(states)
     if len(kept) == len(twin.sample.parts):
         return twin

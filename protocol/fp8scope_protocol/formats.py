@@ -91,8 +91,16 @@ LINEAR4 = Format(name="linear4", largest=1.0, smallest_subnormal=2.0**-4, smalle
                  mantissa_bits=3, sqnr_floor_db=24.2, stored_only=True)
 """Sixteen even steps without zero, for the second; the floor is that of a Gaussian's magnitude."""
 
-FORMATS: dict[str, Format] = {
-    f.name: f for f in (E4M3, E5M2, INT8, INT4, MXFP8, BF16, DYNAMIC8, DYNAMIC4, LINEAR4)}
+UINT8 = Format(name="uint8", largest=255.0, smallest_subnormal=1.0, smallest_normal=2.0**8,
+               mantissa_bits=8, sqnr_floor_db=49.8, stored_only=True)
+UINT4 = Format(name="uint4", largest=15.0, smallest_subnormal=1.0, smallest_normal=2.0**4,
+               mantissa_bits=4, sqnr_floor_db=25.2, stored_only=True)
+"""What has no sign, the root of a second moment, in all codes from 0 up."""
+INT16 = Format(name="int16", largest=32767.0, smallest_subnormal=1.0, smallest_normal=2.0**15,
+               mantissa_bits=15, sqnr_floor_db=92.0, stored_only=True)
+
+FORMATS: dict[str, Format] = {f.name: f for f in (
+    E4M3, E5M2, INT8, INT4, MXFP8, BF16, DYNAMIC8, DYNAMIC4, LINEAR4, UINT8, UINT4, INT16)}
 
 TILE = 128
 """Edge of tiles and blocks, in elements."""

@@ -14,6 +14,7 @@ from fp8scope_protocol.formats import E4M3
 from fp8scope_trainer.adamw import AdamW
 from fp8scope_trainer.linear import Fp8Linear
 from fp8scope_trainer.recipe import Recipe
+from fp8scope_trainer.state_format import StateFormat
 
 
 def model_of(recipe: Recipe | None = None) -> nn.Sequential:
@@ -125,3 +126,33 @@ def test_quantized_states_report_their_codes(sampled: bool) -> None:
     codes = optimizer.state[next(model.parameters())]["exp_avg"]
     assert zero_codes[states["exp_avg"][1]] == int((codes.float() == 0).sum())
     assert optimizer.observer is None
+
+
+@pytest.mark.parametrize(("states", "block", "m", "root"), [
+    ("int8", 256, ("int8", "rowwise"), "uint8, rowwise"), ("int4", 64, ("int4", "flat 64"), "uint4, flat 64"),
+    ("int16", 256, None, "int16, rowwise")])
+def test_integer_states_are_told_as_what_they_are(
+    states: str, block: int, m: tuple[str, str] | None, root: str
+) -> None:
+    """m in signed codes is measured, with the zero codes that are stored; what has no quantizer is named."""
+    model, worker = model_of(), MemoryWorker()
+    optimizer = AdamW(model.parameters(), lr=1e-3, states=states, block=block)
+    with Scope(model, (optimizer,), worker=worker, every=1):
+        for _ in range(2):
+            model(torch.randn(128, 128)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    last = worker.records[-1]
+    assert last.layout is not None
+    assert last.tables is not None
+    rows = {(s.format, s.scaling): i for i, s in enumerate(last.layout.series)
+            if s.name == "0.weight" and s.role == "exp_avg" and s.live}
+    assert set(rows) == ({m} if m else set())
+    if m:
+        weight = next(model.parameters())
+        stored = StateFormat.of(states, block).unpacked(optimizer.state[weight]["exp_avg"], 128, root=False)
+        zeros = last.tables.counts[rows[m], COUNT_COLUMNS.index("zero_codes")]
+        assert zeros == int((stored == 0).sum())
+    told = [event.text for record in worker.records for event in record.events if event.kind == "unobserved"]
+    assert f"exp_avg_sq is stored as {root}" in told
+    assert not [event for record in worker.records for event in record.events if event.kind == "probe_error"]

@@ -25,6 +25,7 @@ from fp8scope_trainer.moments import (
     State,
     Stored,
     as_matrix,
+    columns_of,
     end_warm_up,
     exception,
     first_index,
@@ -146,6 +147,15 @@ class StateOptimizer(Optimizer):
             if known is parameter:
                 return _format(group, parameter).name
         raise Invalid("parameter", tuple(parameter.shape), "is not one of this optimizer's")
+
+    def coded_states(self, parameter: Tensor) -> tuple[tuple[str, str, str], ...]:
+        """(role, format, scaling), in the probe's words, of the states of `parameter` stored as codes."""
+        for _, group, known in self._parameters():
+            if known is parameter and (format := _format(group, parameter)).quantized:
+                scaling = format.scaling(columns_of(parameter.shape))
+                return tuple((ROLES.get(key, key), format.code_name(root=key == self.rule.root), scaling)
+                             for key in self.rule.keys)
+        return ()
 
     @property
     def exceptions(self) -> tuple[StateException, ...]:

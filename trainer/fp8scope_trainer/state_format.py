@@ -115,7 +115,7 @@ class StateFormat:
         """The probe's name for the codes."""
         if self.name == "fp8":
             return E4M3.name
-        return f"u{self.name}" if root else self.name
+        return f"u{self.name}" if self.dtype(root=root) == torch.uint8 and root else self.name
 
     def encode(self, x: Tensor, u: Tensor, *, root: bool) -> Encoded:
         """x [R, C] fp32, rounded by the random bits u [R, C] (see `rounding`).
