@@ -76,17 +76,17 @@ class OurMoments(NamedTuple):
 
 def our_moments(parameter: Tensor, state: Mapping[str, Any]) -> OurMoments | None:
     """The moments of one parameter, None where they are not codes of ours."""
-    codes, scales = ([state.get(key + tail) for key in KEYS] for tail in ("", "_scale"))
-    if not all(isinstance(x, Tensor) for x in (*codes, *scales)) or parameter.dim() < 2:
+    stored = [local(x) for tail in ("", "_scale") for key in KEYS
+              if isinstance(x := state.get(key + tail), Tensor)]
+    if len(stored) < 4 or parameter.dim() < 2:
         return None
-    m, root = (local(x) for x in codes)
+    m, root, *scales = stored
     format = ROOTS.get((m.dtype, root.dtype))
     if format is None:
         return None
     shape = parameter.shape
     columns = shape[-1] if len(shape) < 4 else shape[1:].numel()
-    first, second = (local(x) for x in scales)
-    return OurMoments(format, (m, root), (first, second), columns)
+    return OurMoments(format, (m, root), (scales[0], scales[1]), columns)
 
 
 def is_warming_up(state: Mapping[str, Any]) -> bool:

@@ -36,7 +36,7 @@ from fp8scope.twins import twin_series
 from fp8scope.updates import weight_series
 from fp8scope.watch import Watch
 from fp8scope.weights import Weights
-from fp8scope_protocol.formats import parse_format
+from fp8scope_protocol.formats import E4M3, parse_format
 from fp8scope_protocol.recipes import Recipe, what_ifs
 from fp8scope_protocol.series import Series
 from fp8scope_protocol.wire import Unobserved
