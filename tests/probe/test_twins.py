@@ -220,6 +220,18 @@ def test_a_step_that_a_fused_optimizer_skips_moves_no_twin() -> None:
     assert run.errors() == []
 
 
+def test_twins_divide_by_what_the_optimizer_divides_by() -> None:
+    """Gradients that our optimizer clips while it reads them: the ratio stays 1 within 2 %."""
+    run = Run(lambda p: AdamW(p, lr=1e-3, betas=BETAS))
+    for size, gradient in zip((1.0, 30.0) * 10, gradients(20), strict=True):
+        run.model.weight.grad = size * gradient
+        run.optimizer.clip_gradients(50.0)  # type: ignore[operator]
+        run.optimizer.step()
+        run.scope.step()
+        run.optimizer.zero_grad()
+    assert run.found(19, "update_norm_ratio") == pytest.approx(1.0, abs=0.02)
+
+
 @pytest.mark.parametrize(("states", "format", "scaling"), [
     ("fp8", "e4m3", "tile 1x128"), ("int8", "uint8", "rowwise"), ("int16", "int16", "rowwise"),
     ("int4", "uint4", "flat 64"), ("bf16", "bf16", "none")])

@@ -13,7 +13,8 @@ from itertools import chain
 from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp8scope.observer import StateObserver
@@ -96,6 +97,7 @@ class StateOptimizer(Optimizer):
     step_stats: StepStats | None
     grad_scale: Tensor | None
     """What every gradient is divided by in the next step, a tensor of one element; see `clip_gradients`."""
+    _spent: Tensor | None
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._begin()
@@ -124,7 +126,7 @@ class StateOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        factor = None if self.grad_scale is None else self.grad_scale.float().reciprocal()
+        factor = self._gradient_factor()
         elements, rows = 0, []
         for kind, works in self._collected().items():
             if self.observer is not None and self.observer.active:
@@ -139,6 +141,26 @@ class StateOptimizer(Optimizer):
         self._end_warm_ups()
         self.step_stats = _stats(rows, elements, has_root=self.rule.root is not None)
         return loss
+
+    @torch.no_grad()
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """The norm of all gradients, over all ranks, fp32 []; the next step clips them to `max_norm`.
+
+        Nothing is written: the step divides each gradient by `grad_scale` while it reads it, which
+        `nn.utils.clip_grad_norm_` takes a pass over all gradients for. With a NaN norm the step is NaN, too.
+        """
+        if not max_norm > 0:
+            raise Invalid("max_norm", max_norm, "must be above 0")
+        gradients = [p.grad for _, _, p in self._parameters() if p.grad is not None]
+        norm: Tensor = nn.utils.get_total_norm(gradients)
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
+        self.grad_scale = (norm / max_norm).clamp(min=1.0)
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; what the gradients were to be divided by goes with them."""
+        super().zero_grad(set_to_none)
+        self.grad_scale = None
 
     def format_of(self, parameter: Tensor) -> str:
         """One of `state_format.FORMATS`: what the moments of `parameter` are stored in, or will be when they
@@ -195,7 +217,12 @@ class StateOptimizer(Optimizer):
                 self.state[parameter][key] = value.to(device, copy=True).contiguous()
 
     def _begin(self) -> None:
-        self.observer, self.step_stats, self.grad_scale = None, None, None
+        self.observer, self.step_stats, self.grad_scale, self._spent = None, None, None, None
+
+    def _gradient_factor(self) -> Tensor | None:
+        """1 / grad_scale, if that is not one that an earlier step has used."""
+        scale, spent, self._spent = self.grad_scale, self._spent, self.grad_scale
+        return None if scale is None or scale is spent else scale.float().reciprocal()
 
     def _parameters(self) -> Iterator[tuple[int, dict[str, Any], Tensor]]:
         """(number, group, parameter) of all."""
