@@ -4,7 +4,7 @@ For a model of your own:
 
     from fp8scope_trainer.convert import Conversion, convert         linears to FP8, in place
     from fp8scope_trainer.shard import shard                         ZeRO stage
-    from fp8scope_trainer.adamw import AdamW, parameter_groups       E4M3 moments
+    from fp8scope_trainer.adamw import AdamW, parameter_groups       states in E4M3; Adam, SGD, Lion likewise
     from fp8scope_trainer.history import advance_histories           after each step, if scaling is delayed
 
     report = convert(model)                    before sharding; print(report) is the precision map

@@ -97,7 +97,8 @@ class StateOptimizer(Optimizer):
     step_stats: StepStats | None
     grad_scale: Tensor | None
     """What every gradient is divided by in the next step, a tensor of one element; see `clip_gradients`."""
-    _spent: Tensor | None
+    _spent: Tensor | None = None
+    """The `grad_scale` that the last step has used."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._begin()
@@ -217,7 +218,7 @@ class StateOptimizer(Optimizer):
                 self.state[parameter][key] = value.to(device, copy=True).contiguous()
 
     def _begin(self) -> None:
-        self.observer, self.step_stats, self.grad_scale, self._spent = None, None, None, None
+        self.observer, self.step_stats, self.grad_scale = None, None, None
 
     def _gradient_factor(self) -> Tensor | None:
         """1 / grad_scale, if that is not one that an earlier step has used."""
