@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fp8scope.home import matrix_of
 from fp8scope.layer_probe import LayerProbe
-from fp8scope.layers import matrix_of
 from fp8scope.sharding import is_first_copy, unreadable
 from fp8scope.transformer_engine import HIDDEN, by_gemm, group_rows, unread
 from fp8scope.watch import matrix

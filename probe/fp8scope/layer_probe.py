@@ -64,7 +64,7 @@ class LayerProbe:
     ) -> Series:
         """The series of one of this layer's tensors; `gemm` tells its weights apart."""
         layer = self.layer
-        owner = layer.weights[gemm] if role == "weight" else layer
+        owner = layer.weight(gemm) if role == "weight" else layer
         key = (owner.name, role, orientation, element.name, scaling)
         if key not in self._series:
             self._series[key] = Series(

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fp8scope.casts import Cast
+from fp8scope.home import Home, find_homes, matrix_of
 from fp8scope.inert import can_report
 from fp8scope.torchao_linear import LiveCasts, live_casts
 from fp8scope.transformer_engine import engine_cast, engine_kind, weight_keys
@@ -35,6 +35,9 @@ class Weight(NamedTuple):
     key: str
     name: str
     aliases: tuple[str, ...]
+    own: str = ""
+    """Of a weight that is at home in another module: its name if it becomes this layer's own."""
+    home: Home | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +67,13 @@ class Layer:
             return engine_cast(self.module, role, orientation, gemm)
         return self.live.get((role, orientation))
 
+    def weight(self, gemm: int = 0) -> Weight:
+        """A weight, by the name that is right at present (see home.py)."""
+        one = self.weights[gemm]
+        if one.home is None or one.home.has(matrix_of(self.module, one.key)):
+            return one
+        return Weight(one.key, one.own, ())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterPlace:
@@ -81,7 +91,7 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
     """Every `nn.Linear`, every module that can report by itself and those of TransformerEngine, in order of
     registration."""
     names = _module_names(model)
-    places = parameter_places(model)
+    places, homes = parameter_places(model), find_homes(model)
     layers: list[Layer] = []
     for depth, module in enumerate(model.modules()):
         if not _is_watched(module):
@@ -91,32 +101,27 @@ def find_layers(model: nn.Module) -> tuple[Layer, ...]:
         keys = weight_keys(module) if engine else ("weight",)
         layers.append(Layer(
             name=name, module=module, depth=depth, index=len(layers), dealt=len(layers),
-            aliases=tuple(aliases), weights=tuple(_weight(name, module, key, places) for key in keys),
+            aliases=tuple(aliases), weights=tuple(_weight(name, module, key, places, homes) for key in keys),
             in_situ=can_report(module), live=live_casts(module), engine=engine,
         ))
     return tuple(layers)
 
 
-def _weight(name: str, module: nn.Module, key: str, places: dict[int, ParameterPlace]) -> Weight:
-    place = places.get(id(matrix_of(module, key)))
-    if place is not None:
+def _weight(
+    name: str, module: nn.Module, key: str, places: dict[int, ParameterPlace], homes: dict[int, Home]
+) -> Weight:
+    id_, own = id(matrix_of(module, key)), f"{name}.{key}" if name != ROOT else key
+    if id_ not in places:
+        return Weight(key, own, ())
+    place, home = places[id_], homes[id_]
+    if home.module is module and home.key == key:
         return Weight(key, place.name, place.aliases)
-    return Weight(key, f"{name}.{key}" if name != ROOT else key, ())
+    return Weight(key, place.name, place.aliases, own, home)
 
 
 def weight_of(module: nn.Module) -> Tensor | None:
     """The weight of a linear layer; see `matrix_of`."""
     return matrix_of(module, "weight")
-
-
-def matrix_of(module: nn.Module, key: str) -> Tensor | None:
-    """A weight as it lies there. A parametrized one is a property that computes, which may draw random
-    numbers or, for spectral norm, move the job's own buffers: it is left alone; so are those of what
-    torch.jit has compiled, which runs no hooks."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return None
-    weight = module._parameters.get(key, vars(module).get(key))
-    return weight if isinstance(weight, Tensor) else None
 
 
 def parameter_places(model: nn.Module) -> dict[int, ParameterPlace]:

@@ -65,7 +65,8 @@ class Part:
         return tuple(
             replace(layer, name=self._name(layer.name), aliases=tuple(map(self._name, layer.aliases)),
                     weights=tuple(one._replace(name=self._name(one.name),
-                                               aliases=tuple(map(self._name, one.aliases)))
+                                               aliases=tuple(map(self._name, one.aliases)),
+                                               own=self._name(one.own) if one.own else "")
                                   for one in layer.weights),
                     dealt=self._deal(self._name(layer.weights[0].name if layer.weights else layer.name),
                                      layer.index),

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fp8scope.adam import adam_form
+from fp8scope.home import matrix_of
 from fp8scope.inert import can_report
 from fp8scope.layer_probe import LayerProbe
 from fp8scope.layers import (
@@ -23,7 +24,6 @@ from fp8scope.layers import (
     ParameterPlace,
     find_layers,
     find_unobserved,
-    matrix_of,
     parameter_places,
     weight_of,
 )

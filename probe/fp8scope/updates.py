@@ -52,6 +52,13 @@ class Samples:
             found += [(form, sample) for sample in samples]
         return found
 
+    def follow(self) -> None:
+        """Forgets samples of parameters that are called otherwise by now, as modules share other weights."""
+        for key, (_, samples) in list(self._known.items()):
+            if any((place := self.places.get(id(part.parameter))) is not None
+                   and place.name != part.place.name for sample in samples for part in sample.parts):
+                del self._known[key]
+
 
 class Updates:
     """Reads the update of each sampled step."""
@@ -65,6 +72,7 @@ class Updates:
 
     def before(self, optimizer: Optimizer) -> None:
         """Keeps weights without a master copy as they are before the step."""
+        self.samples.follow()
         for group in optimizer.param_groups:
             if adam_form(optimizer, group) is not None:
                 for parameter in group["params"]:

@@ -25,8 +25,8 @@ class Wanted(NamedTuple):
     """What a layer asked to measure."""
 
     layer: Layer
-    key: str
-    """Name of the weight in its module."""
+    gemm: int
+    """Which of its weights."""
     shape: torch.Size
     address: int
     series: Series
@@ -68,19 +68,20 @@ class Weights:
         """The next measured step is to begin with this one too, measured with current scales."""
         if self.watch.recording or layer.engine or type(weight) not in (Tensor, nn.Parameter):
             return
+        if series.key in self._asked:  # of several layers that share it, the first
+            return
         wanted = self._known.get(series.key)
         address = weight.data_ptr()
-        if wanted is None or wanted.address != address:
-            module, key = layer.module, layer.weights[gemm].key
-            wanted = Wanted(layer, key, weight.shape, address, series, element, power_of_two,
-                            _precision(module))
+        if wanted is None or wanted.layer is not layer or wanted.address != address:
+            wanted = Wanted(layer, gemm, weight.shape, address, series, element, power_of_two,
+                            _precision(layer.module))
         self._asked[series.key] = wanted
 
 
 def _found(wanted: Wanted, watch: Watch) -> Tensor | None:
     """The weight, if it lies where it did and all its values do."""
     layer = wanted.layer
-    weight = layer.module._parameters.get(wanted.key)
+    weight = layer.module._parameters.get(layer.weights[wanted.gemm].key)
     if (
         type(weight) is not nn.Parameter or weight.layout is not torch.strided or weight.is_nested
         or weight.device != watch.rows.device or weight.shape != wanted.shape
@@ -89,6 +90,7 @@ def _found(wanted: Wanted, watch: Watch) -> Tensor | None:
         or (wanted.series.module, "weight") in watch.recorded  # replays measure it
         or _precision(layer.module) != wanted.precision
         or (layer.in_situ and watch.detailed)  # there scales are given
+        or layer.weight(wanted.gemm).name != wanted.series.name  # it is shared no more
     ):
         return None
     return weight

@@ -1,5 +1,8 @@
 """Weights are measured together where a measured step begins, once a step, and never in another's place."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -94,3 +97,127 @@ def test_tied_weights_are_one_series(pair: Pair) -> None:
         for _ in range(3):
             step(pair, scope)
     assert [calls(worker, i) for i in range(3)] == [{"a.weight": 1}] * 3
+
+
+class Three(nn.Module):
+    """An embedding, and two layers that share its weight; the last one runs first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Embedding(128, 128)
+        self.a, self.b = nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)
+        self.a.weight = self.b.weight = self.e.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.a(self.b(x + self.e.weight[:1]))
+        return y
+
+
+def full(value: float) -> nn.Parameter:
+    return nn.Parameter(torch.full((128, 128), value))
+
+
+def untie_by_loading(model: nn.Module) -> None:
+    state = model.state_dict()
+    model.load_state_dict({"a.weight": state["a.weight"] * 0 + 2, "b.weight": state["b.weight"] * 0 + 3},
+                          assign=True)
+
+
+def untie_second(model: Any) -> None:
+    model.a.weight.data.fill_(2.0)
+    model.b.weight = full(3.0)
+
+
+def untie_first(model: Any) -> None:
+    model.b.weight.data.fill_(3.0)
+    model.a.weight = full(2.0)
+
+
+def untie_both(model: Any) -> None:
+    model.a.weight, model.b.weight = full(2.0), full(3.0)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("untie", [untie_by_loading, untie_first, untie_second, untie_both])
+def test_a_weight_that_is_shared_no_more_has_its_own_name(
+    pair: Pair, untie: Callable[[Pair], object], backwards: bool
+) -> None:
+    """Whichever of the two is replaced and whichever runs first: the owner's series is the owner's, and the
+    other one is measured under its layer's name, from that step on and in every step once."""
+    if backwards:  # the second layer runs first
+        pair.forward = lambda x: pair.a(pair.b(x))  # type: ignore[method-assign]
+    pair.b.weight = pair.a.weight
+    worker = MemoryWorker()
+    with Scope(pair, (), worker=worker, every=1) as scope:
+        for index in range(5):
+            if index == 2:
+                untie(pair)
+            step(pair, scope)
+    for index in (2, 3, 4):
+        assert amax(worker, index, "a.weight") == 2.0
+        assert amax(worker, index, "b.weight") == 3.0
+        assert calls(worker, index) == {"a.weight": 1, "b.weight": 1}
+    layout = worker.record(4).layout
+    assert layout is not None
+    assert {one.name: one.module for one in layout.series if one.role == "weight"}["b.weight"] == "b"
+
+
+def test_weights_that_are_shared_later_are_measured_once_each(pair: Pair) -> None:
+    """Tied and untied again: two series, each counted once a step and with its own layer's values."""
+    worker = MemoryWorker()
+    with Scope(pair, (), worker=worker, every=1) as scope:
+        for index in range(6):
+            if index == 2:
+                pair.a.weight = pair.b.weight = full(2.0)
+            if index == 4:
+                pair.b.weight = full(3.0)
+            step(pair, scope)
+    found = [(amax(worker, i, "a.weight"), amax(worker, i, "b.weight")) for i in (2, 3, 4, 5)]
+    assert found == [(2.0, 2.0), (2.0, 2.0), (2.0, 3.0), (2.0, 3.0)]
+    assert [calls(worker, i) for i in range(6)] == [{"a.weight": 1, "b.weight": 1}] * 6
+
+
+def test_an_embedding_that_is_replaced_takes_its_name_along() -> None:
+    """The layers keep the old matrix: under their own names. Tied to the new one, they have its name again;
+    one that is only wrapped is the same one. Optimizer states have the same names."""
+    model, worker = Three(), MemoryWorker()
+    optimizer = torch.optim.Adam(model.parameters())
+    with Scope(model, (optimizer,), worker=worker, every=1) as scope:
+        for index in range(4):
+            if index == 1:
+                model.e = nn.Embedding(128, 128)
+            if index == 2:
+                model.a.weight = model.b.weight = model.e.weight
+                optimizer.param_groups[0]["params"] = [model.e.weight]
+            if index == 3:
+                model.e = nn.Sequential(model.e)  # type: ignore[assignment]
+                model.e.weight = model.e[0].weight  # type: ignore[index]
+            model(torch.randn(4, 128)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scope.step()
+    live = [{name for name, count in calls(worker, i).items() if count} for i in range(4)]
+    assert live == [{"e.weight"}, {"a.weight", "b.weight"}, {"e.weight"}, {"e.weight"}]
+    states = [{key[0] for key, row in worker.metrics(i).items() if key[1] == "exp_avg" and row["calls"]}
+              for i in range(3)]
+    assert states == [{"e.weight"}, {"a.weight"}, {"e.weight"}]
+
+
+def test_updates_follow_the_name_of_their_weight() -> None:
+    """`update_gain` of a weight in BF16 goes on under the name that its states have."""
+    model, worker = Three().bfloat16(), MemoryWorker()
+    optimizer = torch.optim.Adam(model.parameters())
+    found = []
+    with Scope(model, (optimizer,), worker=worker, every=1) as scope:
+        for index in range(3):
+            if index == 2:
+                model.e = nn.Embedding(128, 128).bfloat16()
+            model(torch.randn(4, 128).bfloat16()).sum().backward()
+            optimizer.step()
+            scope.step()
+            record = worker.record(index)
+            assert record.layout is not None
+            assert record.tables is not None
+            rows = zip(record.layout.series, record.tables.counts[:, 1].tolist(), strict=True)
+            found.append({one.name for one, count in rows if one.live and count})
+    assert found == [{"e.weight"}, {"e.weight"}, {"a.weight"}]
