@@ -1,7 +1,8 @@
 """Hooks on the linear layers of a model, and the observer of layers that quantize by themselves.
 
     forward pre-hook    input (activation), weight (see weights.py), GEMM error
-    forward hook        puts a tensor hook on each output that wants a gradient
+    forward hook        a weight that is no parameter, which hooks that came after the probe, or the forward
+                        itself, may have computed anew; puts a tensor hook on each output with a gradient
     tensor hook         gradient of the output
 
 Off cadence the pre-hook costs one look at a flag; in a measured step it adds the forward hook for the call
@@ -17,7 +18,7 @@ outputs inside a dict.
 
 import threading
 import weakref
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +123,11 @@ class ForwardHook(Inert):
             with probe.watch.guarded(probe.layer.name):
                 x = next((one for one in tensors_in((args, kwargs)) if one.is_floating_point()), None)
                 rows = measure_engine(probe, x, output, args, kwargs)
+        late, probe.call.late = probe.call.late, None
+        if wanted and late is not None:
+            with probe.watch.guarded(probe.layer.name):
+                if _is_readable(weight := weight_of(module), probe.watch, probe.layer.name):
+                    probe.add_late_weight(weight, late)
         sample, probe.call.sample = probe.call.sample, None
         if wanted and rows is not None:
             with probe.watch.guarded(probe.layer.name):
@@ -167,13 +173,11 @@ class GradientHook(Inert):
 
 def _measure_inputs(probe: LayerProbe, module: nn.Module, inputs: Any) -> None:
     """What goes into a plain linear."""
-    weight, watch, name = weight_of(module), probe.watch, probe.layer.name
-    why = "no weight that can be read without computing it (parametrized)" if weight is None else ""
-    if weight is not None and (kind := unreadable(weight)):
-        why = f"its weight cannot be read: {kind}"
-    if why:
-        watch.unobserved(name, why)
-    width = module.in_features if weight is None or why else weight.shape[-1]
+    watch, name = probe.watch, probe.layer.name
+    weight = module._parameters.get("weight")
+    known = weight if weight is not None else weight_of(module)
+    readable = weight is not None and _is_readable(weight, watch, name)
+    width = module.in_features if known is None or unreadable(known) else known.shape[-1]
     floating = [x for x in tensors_in(inputs) if x.is_floating_point()]
     kinds = [unreadable(x) for x in floating]
     for kind in filter(None, kinds):
@@ -181,4 +185,18 @@ def _measure_inputs(probe: LayerProbe, module: nn.Module, inputs: Any) -> None:
     found = [x for x, kind in zip(floating, kinds, strict=True) if not kind and x.shape[-1:] == (width,)]
     if not found and not any(kinds):
         watch.unobserved(name, f"no input of {width} features")
-    probe.add_operands(None if why else weight, found)
+    probe.add_operands(weight if readable else None, found)
+    if weight is None:
+        probe.call.late = found
+
+
+def _is_readable(weight: Tensor | None, watch: Watch, name: str) -> TypeGuard[Tensor]:
+    """Whether a layer's weight can be read; if not, that is said."""
+    if weight is None:
+        why = "no weight that can be read without computing it (parametrized)"
+    else:
+        kind = unreadable(weight)
+        why = f"its weight cannot be read: {kind}" if kind else ""
+    if why:
+        watch.unobserved(name, why)
+    return not why

@@ -37,6 +37,8 @@ class Call(threading.local):
     """Whether it is measured."""
     sample: WgradSample | None = None
     """What it keeps of its input."""
+    late: list[Tensor] | None = None
+    """Its inputs, where the weight is computed on the way and is read when the call is over."""
 
 
 class LayerProbe:
@@ -94,15 +96,22 @@ class LayerProbe:
         return None
 
     def add_errors(self, x: Tensor, weight: Tensor | None) -> None:
-        """Of a detailed step: outlying channels of x [M, K], the error of its product with the weight [N, K]
-        in the first call of a step, and what the call keeps for the error of the weight's gradient."""
+        """Of a detailed step: outlying channels of x [M, K], the error of its product with the weight [N, K],
+        and what the call keeps for the error of the weight's gradient."""
         self.call.sample = self.add_sample(x) or self.call.sample
         outliers = channel_outlier_ratio(x)
         for recipe in self.watch.recipes:
+            series = self.series("activation", "rowwise", recipe.element, recipe.scaling_of("activation"))
+            self.watch.largest(series, CHANNEL_OUTLIER, outliers)
+        if weight is not None:
+            self.add_product(x, weight)
+
+    def add_product(self, x: Tensor, weight: Tensor) -> None:
+        """The error of the product of x [M, K] and the weight [N, K], in the first call of detailed steps."""
+        for recipe in self.watch.recipes:
             scaling = recipe.scaling_of("activation")
             series = self.series("activation", "rowwise", recipe.element, scaling)
-            self.watch.largest(series, CHANNEL_OUTLIER, outliers)
-            if weight is not None and self.watch.once("gemm", *series.key):
+            if self.watch.once("gemm", *series.key):
                 self.watch.largest(series, GEMM_ERROR, gemm_error(
                     x, matrix(weight), recipe.element, x_scaling=scaling,
                     weight_scaling=recipe.scaling_of("weight")))
@@ -153,6 +162,13 @@ class LayerProbe:
                 self.add_errors(x, weight)
         if weight is not None:
             self.add_casts(weight)
+
+    def add_late_weight(self, weight: Tensor, inputs: list[Tensor]) -> None:
+        """What `add_operands` left out, of a weight [N, K] that was computed since."""
+        if self.watch.detailed:
+            for operand in inputs:
+                self.add_product(matrix(operand), weight)
+        self.add_casts(weight)
 
     def add_gradient(self, gradient: Tensor, sample: WgradSample | None, rows: tuple[int, ...] = ()) -> None:
         """The gradient of an output [..., N]; what its call kept; `rows` as in `by_gemm`."""

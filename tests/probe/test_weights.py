@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from fp8scope.scope import Scope
 from fp8scope.testing import MemoryWorker
@@ -221,3 +222,62 @@ def test_updates_follow_the_name_of_their_weight() -> None:
             rows = zip(record.layout.series, record.tables.counts[:, 1].tolist(), strict=True)
             found.append({one.name for one, count in rows if one.live and count})
     assert found == [{"e.weight"}, {"e.weight"}, {"a.weight"}]
+
+
+class Computing(nn.Linear):
+    """Sets its weight in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__(128, 128, bias=False)
+        self.source = self._parameters.pop("weight")
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert self.source is not None
+        self.weight = self.source * 2
+        return super().forward(input)
+
+
+def prune_half(model: Pair) -> None:
+    prune.random_unstructured(model.b, "weight", 0.5)  # type: ignore[no-untyped-call]
+
+
+def normalize(model: Pair) -> None:
+    torch.nn.utils.spectral_norm(model.b)
+
+
+def compute_in_hook(model: Any) -> None:
+    source = model.b._parameters.pop("weight")
+    model.b.register_parameter("source", source)
+    model.b.register_forward_pre_hook(lambda module, args: setattr(module, "weight", module.source * 2))
+
+
+def compute_in_forward(model: Any) -> None:
+    model.b.source, model.b.__class__ = model.b._parameters.pop("weight"), Computing
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("compute", [prune_half, normalize, compute_in_hook, compute_in_forward])
+def test_a_computed_weight_is_the_one_that_is_multiplied(
+    pair: Pair, compute: Callable[[Pair], object], late: bool
+) -> None:
+    """Whether it is computed before the probe came or after, in a hook or in the forward: the weight of this
+    step, not of the one before, with the error of its product; nothing is listed as unobserved."""
+    worker, multiplied = MemoryWorker(), []
+    if not late:
+        compute(pair)
+    with Scope(pair, (), worker=worker, every=1) as scope:
+        for index in range(4):
+            if late and index == 1:
+                compute(pair)
+            with torch.no_grad():
+                for parameter in pair.b.parameters():
+                    parameter[torch.randint(128, ())] *= 3
+            step(pair, scope)
+            multiplied.append(float(pair.b.weight.detach().abs().max()))
+    assert [amax(worker, i, "b.weight") for i in range(4)] == multiplied
+    assert len(set(multiplied)) > 1
+    assert [calls(worker, i)["b.weight"] for i in range(4)] == [1] * 4
+    errors = [worker.metrics(i)["b", "activation", "rowwise"]["gemm_error"] for i in range(4)]
+    assert all(0.001 < one < 0.1 for one in errors)
+    assert [event for record in worker.records for event in record.events] == []
