@@ -281,7 +281,7 @@ def _reply(response: httpx.Response) -> IngestReply | None:
         return None
     try:
         return msgspec.json.decode(response.content, type=IngestReply)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
 
 
@@ -289,7 +289,7 @@ def _missing(response: httpx.Response) -> object:
     """What a 409 says the collector lacks: "attempt" or "layout"."""
     try:
         return msgspec.json.decode(response.content, type=dict[str, Any]).get("missing")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return None
 
 

@@ -18,7 +18,6 @@ from fp8scope_protocol.commands import Command
 LOG = logging.getLogger("fp8scope")
 
 
-
 class Letterbox:
     """One folder's. `add` and `known` are for the process that forwards, `read` for the job."""
 
@@ -76,10 +75,16 @@ def reader(box: Letterbox, deliver: Callable[[list[Command]], None], *, seconds:
 
 def decode_commands(data: bytes) -> list[Command]:
     """Commands in the collector's answer, without those of a kind this probe does not know."""
-    commands = []
-    for raw in msgspec.json.decode(data, type=list[msgspec.Raw]):
+    commands, unknown, why = [], 0, ""
+    try:
+        found = msgspec.json.decode(data, type=list[msgspec.Raw])
+    except RecursionError as error:
+        raise msgspec.DecodeError(str(error)) from None
+    for raw in found:
         try:
             commands.append(msgspec.json.decode(raw, type=Command))
-        except msgspec.ValidationError as error:
-            LOG.warning("fp8scope: a command is ignored, this probe does not understand it: %s", error)
+        except (msgspec.ValidationError, RecursionError) as error:
+            unknown, why = unknown + 1, str(error)
+    if unknown:
+        LOG.warning("fp8scope: %d command(s) ignored, this probe does not understand them: %s", unknown, why)
     return commands

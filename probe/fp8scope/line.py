@@ -2,6 +2,7 @@
 
     401, 403 and what no collector answers   said once per outage, tried again
     408, 425, 429, 5xx, no answer            the same; Retry-After is obeyed
+    one that is too long, encoded or slow    as no answer: it is not read to its end
 
 A pause is a random share of a bound that doubles, so a thousand jobs do not return in step after the
 collector was away. The line also learns how much one request may carry: fewer batches after one that got no
@@ -29,6 +30,10 @@ OVERLOADED = (408, 425, 429, *range(500, 600))
 FIRST_PAUSE = 0.5
 """Seconds; the bound of the first pause."""
 LONGEST_RETRY_AFTER = 3600.0
+ANSWER_BYTES = 64 * 2**10
+"""Of the longest answer that is read; the collector's have some hundred."""
+QUESTION_BYTES = 4 * 2**20
+"""The same, of an answer to a question: a command may name each layer of a model that has 50,000."""
 MOST_BATCHES = 32
 """In one request."""
 BUNDLE_BYTES = 2**20
@@ -89,7 +94,7 @@ class Line:
         if self.deadline is not None:
             seconds = max(0.05, min(seconds, self.deadline - time.monotonic()))
         try:
-            return self._client.request(method, path, content=content, timeout=seconds)
+            return self._read(method, path, content, seconds=seconds, most=ANSWER_BYTES)
         except httpx.HTTPError as error:
             self.pause(f"no answer from {self._settings.collector} ({error or type(error).__name__})")
             return None
@@ -97,10 +102,28 @@ class Line:
     def ask(self, path: str) -> httpx.Response | None:
         """The answer to a question that may go unanswered: no pause follows."""
         try:
-            return self._client.get(path, timeout=self._settings.request_seconds)
+            return self._read("GET", path, seconds=self._settings.request_seconds, most=QUESTION_BYTES)
         except httpx.HTTPError as error:
             LOG.debug("fp8scope: no answer from %s: %s", self._settings.collector, error)
             return None
+
+    def _read(self, method: str, path: str, content: bytes | None = None, *, seconds: float, most: int
+              ) -> httpx.Response:
+        """An answer of at most `most` bytes, as they came; else `httpx.HTTPError`. What came beyond them is
+        left on the line, which is closed."""
+        end = time.monotonic() + seconds
+        with self._client.stream(method, path, content=content, timeout=seconds) as response:
+            if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+                raise httpx.DecodingError(f"its answer is encoded as {encoding[:40]}, unasked")
+            data = bytearray()
+            for chunk in response.iter_raw():
+                data += chunk
+                if len(data) > most:
+                    raise httpx.DecodingError(f"its answer is longer than {most} bytes")
+                if time.monotonic() > end:
+                    raise httpx.ReadTimeout(f"its answer took longer than {seconds:g} s")
+        return httpx.Response(response.status_code, headers=response.headers, content=bytes(data),
+                              request=response.request)
 
     def postpone(self, response: httpx.Response) -> None:
         """Pause after an answer that is no acknowledgement and no reason to give a batch up."""
@@ -135,7 +158,7 @@ class Line:
 
 def _client(collector: str, token: str | None) -> httpx.Client:
     """Proxies and CA files as httpx reads them from the environment; never a proxy to this machine itself."""
-    headers = {"authorization": f"Bearer {token}"} if token else {}
+    headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {token}"} if token else {})
     local = {f"all://{host}": None for host in ("127.0.0.1", "localhost", "[::1]")}
     return httpx.Client(base_url=f"{collector.rstrip('/')}/api/v1/runs/", headers=headers, mounts=local)
 
