@@ -15,6 +15,9 @@ from fp8scope.watch import Watch
 
 AGAIN = "close the scope and attach again, with resume=True, to have it measured"
 
+IN_PLACE = ("none came to an output: the loss does not depend on it, or the layer returned part of a tensor, "
+            "which was changed in place (y += x, inplace=True); then write y = y + x, or return a copy")
+
 
 class Tree:
     """The modules of a model as they were when last looked at."""
@@ -73,7 +76,8 @@ class Gaps:
                                              "called past its hooks, in torch.func, or compiled before the "
                                              "probe was attached")
             elif not layer.in_situ and layer.name not in gradients:
-                watch.unobserved(layer.name, "gradient not observed: no output had one")
+                why = IN_PLACE if layer.name in watch.asked else "no output had one"
+                watch.unobserved(layer.name, f"gradient not observed: {why}")
 
     def _note_changes(self, present: dict[int, str]) -> None:
         """`present`: id -> name of the layers that the model has now."""

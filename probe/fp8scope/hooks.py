@@ -4,6 +4,7 @@
     forward hook        a weight that is no parameter, which hooks that came after the probe, or the forward
                         itself, may have computed anew; puts a tensor hook on each output with a gradient
     tensor hook         gradient of the output
+    node pre-hook       the same, of an output that is a view and is changed in place later
 
 Off cadence the pre-hook costs one look at a flag; in a measured step it adds the forward hook for the call
 under way (`benchmarks/probe_overhead.py`). The forward hook that stays is for `torch.compile` only: traced,
@@ -131,9 +132,7 @@ class ForwardHook(Inert):
         sample, probe.call.sample = probe.call.sample, None
         if wanted and rows is not None:
             with probe.watch.guarded(probe.layer.name):
-                for y in tensors_in(output):
-                    if y.requires_grad:
-                        y.register_hook(GradientHook(probe, sample, rows))  # type: ignore[no-untyped-call]
+                _ask_gradients(probe, output, sample, rows)
 
 
 class TracedHook(Inert):
@@ -163,12 +162,61 @@ class GradientHook(Inert):
         self.sample = sample
         self.rows = rows
         self.seen: weakref.ref[Tensor] | None = None
+        self.called = False
+        """Whether a tensor still had this hook when its gradient came."""
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
+        self.called = True
+        if gradient is not None:  # of an output that is not used, whose node has another one that is
+            self.measure(gradient)
+
+    def measure(self, gradient: Tensor) -> None:
+        """Adds `gradient`, once."""
         probe = self.probe
         if probe.watch.measuring and (self.seen is None or self.seen() is not gradient):
             self.seen = weakref.ref(gradient)
             probe.add_gradient(gradient, self.sample, self.rows)
+
+
+class NodeHook(Inert):
+    """Measures the gradient of outputs that were changed in place, where it goes into the layer's own node.
+
+    A linear with a bias makes a view of most outputs that have more dimensions than two, or one. A view that
+    is changed in place, as by an in-place ReLU or in a residual stream, loses its tensor hook: torch gives it
+    another node. The node of its base stays. There the gradient is the sum over all views, so it is taken
+    only if no tensor hook of theirs was called.
+    """
+
+    def __init__(self, index: int, hook: GradientHook) -> None:
+        self.index = index
+        """Of the base among what its node has put out."""
+        self.hook = hook
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[self.index] if self.index < len(gradients) else None
+        if gradient is not None and not self.hook.called:
+            self.hook.measure(gradient)
+
+
+def _ask_gradients(
+    probe: LayerProbe, output: Any, sample: WgradSample | None, rows: tuple[int, ...]
+) -> None:
+    """Hooks on every tensor of an output that wants a gradient."""
+    bases: dict[int, GradientHook] = {}
+    for y in tensors_in(output):
+        if not y.requires_grad:
+            continue
+        probe.watch.asked.add(probe.layer.name)
+        hook = GradientHook(probe, sample, rows)
+        base = y._base if type(y) is Tensor else None
+        if base is not None and base.grad_fn is not None and base.numel() == y.numel() and (
+                base.shape[-1:] == y.shape[-1:]) and base.is_contiguous() and y.is_contiguous():
+            if id(base) in bases:
+                hook = bases[id(base)]
+            else:
+                bases[id(base)] = hook
+                base.grad_fn.register_prehook(NodeHook(base.output_nr, hook))
+        y.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _measure_inputs(probe: LayerProbe, module: nn.Module, inputs: Any) -> None:

@@ -138,8 +138,10 @@ class Watch:
         """(name, reason) -> whether it was told."""
         self.ran: set[str] = set()
         """Layers whose forward was measured in this step."""
+        self.asked: set[str] = set()
+        """Layers with an output whose gradient was waited for."""
         self.gradients: set[str] = set()
-        """Layers whose gradient was."""
+        """Layers whose gradient was measured."""
         self.plans: dict[Any, Any] = {}
         """What kernels keep of earlier batches; see `backend.round_trips`."""
         self.anchor = torch.zeros(1, device=rows.device, requires_grad=True)
@@ -156,6 +158,7 @@ class Watch:
         self._once.clear()
         self._forwarded.clear()
         self.ran.clear()
+        self.asked.clear()
         self.gradients.clear()
         self.calls.clear()
 
