@@ -6,8 +6,10 @@ are dataclasses and msgspec forbids unknown fields of a `Struct` only. In what p
 no error: a probe may be newer than its collector (wire.py).
 """
 
+import json
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -57,11 +59,30 @@ def decode(body: bytes, kind: type[_Kind]) -> _Kind:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise Refused(422, f"the body is no JSON that can be read: {error}") from None
+    _check_text(body)
     _check_fields(inspect.type_info(kind), raw, "")
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise _refusal(error, raw) from None
+
+
+def _check_text(body: bytes) -> None:
+    """Refuses what JSON allows and nobody means: a field twice, of which one would win, and NUL, which
+    the database does not take."""
+    def read(items: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        for name, value in items:
+            if name in seen:
+                raise Refused(422, f"field {name[:80]!r} is given twice; give it once", field=name[:80])
+            seen.add(name)
+            if any("\0" in one for one in (name, *(value if isinstance(value, list) else [value]))
+                   if isinstance(one, str)):
+                wrong = Invalid(name[:80], value, "must not hold the character NUL (\\u0000)")
+                raise Refused(422, str(wrong), field=name[:80])
+
+    with suppress(RecursionError):  # the other reader was not as deep
+        json.loads(body, object_pairs_hook=read, parse_int=str, parse_float=str)
 
 
 def _check_fields(kind: inspect.Type, raw: Any, path: str) -> None:

@@ -9,7 +9,7 @@ from sqlalchemy import func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from fp8scope_protocol.commands import FINAL_STATES, Command, SetPrecision
-from fp8scope_protocol.errors import UnknownName
+from fp8scope_protocol.errors import Invalid, UnknownName
 from fp8scope_server.body import described, written
 from fp8scope_server.events import Origin, listed, record
 from fp8scope_server.models import Attempt, CommandRow, PrecisionRow, Producer, Run
@@ -19,6 +19,9 @@ from fp8scope_server.text import cleaned
 
 router = APIRouter(prefix="/api/v1")
 
+REASON_LIMIT = 2000
+"""Characters of the reason for a command."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NewCommand:
@@ -26,6 +29,11 @@ class NewCommand:
 
     action: SetPrecision
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.reason) > REASON_LIMIT:
+            raise Invalid("reason", self.reason[:80], f"must be at most {REASON_LIMIT} characters, it has "
+                                                      f"{len(self.reason)}")
 
 
 @router.get("/runs/{run}/commands")
@@ -62,7 +70,8 @@ async def post_command(
         if not origin.remote_control:
             raise Refused(409, f"run {run} does not take commands; its probe must be attached with "
                                "remote_control=True")
-        row = await issue(session, origin, new.action, issued_by="user", reason=cleaned(new.reason))
+        reason = cleaned(new.reason, limit=REASON_LIMIT)
+        row = await issue(session, origin, new.action, issued_by="user", reason=reason)
         why = f": {row.reason}" if row.reason else ""
         record(session, origin, "command", listed(new.action.modules),
                f"command {row.id} asks for {new.action.precision}{why}")

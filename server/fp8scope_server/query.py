@@ -9,10 +9,14 @@ from fp8scope_server.problems import Refused
 
 
 async def known_parameters(connection: HTTPConnection) -> None:
-    """A dependency of whole routers: 422 for an unknown parameter, and for one that is given twice.
+    """A dependency of whole routers: 422 for an unknown parameter, and for one that is given twice; 404
+    for a name in the path that nothing can have.
 
     Not for what probes send: a newer one may say more than this collector reads.
     """
+    for name, value in connection.path_params.items():
+        if "\0" in str(value):  # which the database does not take, not even to look for it
+            raise Refused(404, f"{name} = {value!r}: matches nothing", near=[])
     known = list(dict.fromkeys(_names(connection.scope["route"].dependant)))
     accepted = f"accepted: {', '.join(known)}" if known else "this route takes none"
     given = [name for name, _ in connection.query_params.multi_items()]

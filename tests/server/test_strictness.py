@@ -217,3 +217,42 @@ def test_a_rule_for_a_run_whose_layers_stay_says_so(job: Jobs, client: httpx.Cli
         said = refused(answer)["detail"]
         assert f"none of the 1 layers of run {one.run} can be switched, as head: kept in bf16" in said
         assert "set_precision" in said
+
+
+@pytest.mark.parametrize(("at", "text", "field"), [
+    ('{"name"', '{"mode": "dry-run", "mode": "auto", "name"', "mode"),
+    ('"threshold"', '"k": 1, "k": 2, "threshold"', "k"),
+])
+def test_a_field_that_is_given_twice_is_named(
+    client: httpx.Client, run: str, at: str, text: str, field: str
+) -> None:
+    """At any depth; the last one won."""
+    body = rule()
+    body["enter"]["conditions"][0].pop("k", None)
+    body = {"name": body.pop("name")} | {key: value for key, value in body.items() if key != "mode"}
+    said = put(client, run, json.dumps(body).replace(at, text, 1))
+    assert said["field"] == field
+    assert f"field '{field}' is given twice" in said["detail"]
+
+
+def test_the_character_nul_is_refused(client: httpx.Client, run: str) -> None:
+    """In whatever text of a body, with the field; and no name in a path can hold it."""
+    action = {"modules": ["layers.0"], "precision": "bf16"}
+    for body, field in (({"action": action, "reason": "a\0"}, "reason"),
+                        ({"action": action | {"modules": ["a\0"]}}, "modules")):
+        said = refused(client.post(f"/runs/{run}/commands", json=body))
+        assert said["field"] == field
+        assert "NUL" in said["detail"]
+    assert "NUL" in put(client, run, rule(modules="a\0"))["detail"]
+    for path in ("/runs/%00", "/runs/%00/commands", f"/runs/{run}/rules/%00"):
+        answer = client.get(path)
+        assert (answer.status_code, "matches nothing" in answer.text) == (404, True)
+
+
+def test_a_reason_that_is_too_long_is_refused(client: httpx.Client, run: str) -> None:
+    """It was cut."""
+    body = {"action": {"modules": ["layers.0"], "precision": "bf16"}, "reason": "a" * 2001}
+    said = refused(client.post(f"/runs/{run}/commands", json=body))
+    assert said["field"] == "reason"
+    assert "2000" in said["detail"]
+    assert client.get(f"/runs/{run}/commands").json() == []
