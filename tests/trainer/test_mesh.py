@@ -31,7 +31,7 @@ def test_states_are_those_of_one_process(ranks: int, tmp_path: Path, job: Module
     command = [sys.executable, str(JOB)]
     jobs = [subprocess.Popen([*command, str(rank), str(ranks), *files]) for rank in range(ranks)]
     try:
-        assert [one.wait(timeout=200) for one in jobs] == [0] * ranks
+        assert [one.wait(timeout=280) for one in jobs] == [0] * ranks
     finally:
         for one in jobs:
             one.kill()
