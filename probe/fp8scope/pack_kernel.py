@@ -54,7 +54,7 @@ _NAN_CODES = tl.constexpr(0x7F7F7F7F)
 
 
 @triton.jit
-def _inverse(scale: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def inverse(scale: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """r and tail."""
     r = tl.div_rn(1.0, scale)
     above = (tl.fma(-scale, r, 1.0) < 0).to(tl.int32)
@@ -63,7 +63,7 @@ def _inverse(scale: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
-def _over(x: tl.tensor, scale: tl.tensor, r: tl.tensor, tail: tl.tensor, PLAIN: tl.constexpr) -> tl.tensor:
+def over(x: tl.tensor, scale: tl.tensor, r: tl.tensor, tail: tl.tensor, PLAIN: tl.constexpr) -> tl.tensor:
     return tl.div_rn(x, scale) if PLAIN else tl.fma(x, r, x * tail)
 
 
@@ -111,8 +111,8 @@ def _codes_of(pairs: tl.tensor, scale: tl.tensor, bits: tl.tensor, odd: tl.tenso
         codes = _two_codes(y, z, LARGEST, MANTISSA, NORMAL, CODE, ASM)
         codes = tl.where(bits >= INFINITY, _NAN_CODES, codes.to(tl.int32)).to(tl.int16)
     else:
-        r, tail = _inverse(scale)
-        y, z = _over(x, scale, r, tail, not ASM), _over(z, scale, r, tail, not ASM)
+        r, tail = inverse(scale)
+        y, z = over(x, scale, r, tail, not ASM), over(z, scale, r, tail, not ASM)
         codes = _two_codes(y, z, LARGEST, MANTISSA, NORMAL, CODE, ASM)
     return codes
 
@@ -128,10 +128,10 @@ def _words_of(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, bits: tl.t
                            LARGEST, MANTISSA, NORMAL, CODE, ASM)
         word = tl.where(bits[None, :] >= INFINITY, _NAN_CODES, word)
     else:
-        r, tail = _inverse(scale)
+        r, tail = inverse(scale)
         r, tail = r[None, :], tail[None, :]
-        word = _four_codes(_over(a, s, r, tail, not ASM), _over(b, s, r, tail, not ASM),
-                           _over(c, s, r, tail, not ASM), _over(d, s, r, tail, not ASM),
+        word = _four_codes(over(a, s, r, tail, not ASM), over(b, s, r, tail, not ASM),
+                           over(c, s, r, tail, not ASM), over(d, s, r, tail, not ASM),
                            LARGEST, MANTISSA, NORMAL, CODE, ASM)
     return word
 

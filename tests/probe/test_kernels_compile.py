@@ -90,3 +90,51 @@ def test_batches_compile(light: bool, scaling: str) -> None:
     options = {"num_warps": warps} | ({"maxnreg": tile_kernel.REGISTERS} if light else {})
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     assert "ld.global.v4.b32" in ptx
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_codes_of_a_tensor_compile(format: str, given: bool, turned: bool) -> None:
+    """One scale a tensor, for Hopper: 16 bytes a thread and load, nothing spilled."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fp8scope_protocol.formats import FORMATS
+    from fp8scope_trainer import tensor_kernel
+
+    kernel = tensor_kernel._codes_kernel
+    constants = tensor_kernel.constants_of(FORMATS[format], False, given=given, turned=turned, compiled=True)
+    kinds = {"x_ptr": "*bf16", "codes_ptr": "*u8", "turned_ptr": "*u8", "scale_ptr": "*fp32",
+             "amax_ptr": "*fp32", "partials_ptr": "*i32"}
+    names = kernel.arg_names
+    assert list(constants) == names[-len(constants):]
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    aligned = [name for name in names if name in kinds or name in ("R", "C")]
+    source = ASTSource(fn=kernel, signature=signature,
+                       constexprs={(names.index(name),): value for name, value in constants.items()},
+                       attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32),
+                              options={"num_warps": tensor_kernel.WARPS})
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]
+    assert f"cvt.rn.satfinite.{format}x2.f32" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ["_amax_kernel", "_close_kernel"])
+def test_maxima_of_a_tensor_compile(name: str) -> None:
+    """What comes before and after the codes."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fp8scope_trainer import tensor_kernel
+
+    kernel = getattr(tensor_kernel, name)
+    constants = {"BLOCK": 4096, "ASM": True} if name == "_amax_kernel" else {"BLOCK": 1024}
+    kinds = {"x_ptr": "*bf16", "partials_ptr": "*i32", "scale_ptr": "*fp32", "used_ptr": "*fp32",
+             "amax_ptr": "*fp32"}
+    names = kernel.arg_names
+    signature = {one: "constexpr" if one in constants else kinds.get(one, "i32") for one in names}
+    source = ASTSource(fn=kernel, signature=signature,
+                       constexprs={(names.index(one),): value for one, value in constants.items()},
+                       attrs={(names.index(one),): [["tt.divisibility", 16]] for one in kinds if one in names})
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["cubin"]
