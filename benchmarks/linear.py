@@ -3,11 +3,15 @@
     python benchmarks/linear.py [--quick] [--json]
 
 First the kernels beside a device copy of the same tensor: the share of the copy's bandwidth that each
-reaches with the bytes it must move.
+reaches with the bytes it must move. `tensor` is one scale a tensor: current scaling must read x twice,
+delayed once; `(64, 2)` and so on are columns and warps of a program.
 
 Then whole layers, of bf16 parameters and without a bias: `nn.Linear`, ours, and torchao's where it is
 installed. The calls alternate, so that clocks and temperature fall on all; a figure is the median, a ratio
 the time of `nn.Linear` over that of the layer. The GEMMs alone are ours without quantization: the ceiling.
+
+Last, the host: microseconds that a forward and backward keep the Python thread busy, of 128 tokens, where the
+device has next to nothing to do.
 """
 
 import argparse
@@ -17,6 +21,8 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -25,13 +31,21 @@ from torch import Tensor, nn
 from fp8scope import backend
 from fp8scope.quantize import Quantized
 from fp8scope_protocol.formats import E4M3
-from fp8scope_trainer import gemm
+from fp8scope_trainer import gemm, tensor_kernel
 from fp8scope_trainer.linear import Fp8Linear
 from fp8scope_trainer.recipe import Recipe
+from fp8scope_trainer.tensor import TensorCodes, quantize_tensor
 from fp8scope_trainer.transpose import transposed
 
 SIZES = ((16384, 8192, 8192), (16384, 4096, 4096))
 """Tokens, in features, out features."""
+RECIPES = {
+    "block": Recipe(),
+    "tensorwise": Recipe(scaling="tensorwise"),
+    "tensorwise, e5m2 gradients": Recipe(scaling="tensorwise", gradient_format="e5m2"),
+    "tensorwise, delayed": Recipe(scaling="tensorwise", policy="delayed"),
+}
+"""Ours."""
 
 
 def time_us(call: Callable[[], object]) -> float:
@@ -70,8 +84,16 @@ def quantizers(tokens: int, width: int, rounds: int) -> dict[str, Any]:
         "transpose of codes": lambda: transposed(codes),
         "t().contiguous() of codes": lambda: codes.t().contiguous(),
     }
+    scale = torch.ones(1, 1, device="cuda")
+    bytes_of = {"copy": 4, "transpose of codes": 2, "t().contiguous() of codes": 2}
+    for shape in tensor_kernel.SHAPES:
+        for given, turned in product((None, scale), (False, True)):
+            name = f"tensor, {'current' if given is None else 'delayed'}{', both' if turned else ''}, {shape}"
+            bytes_of[name] = (4 if given is None else 2) + 1 + turned
+            calls[name] = partial(tensor_kernel.quantize_tensor, x, E4M3, scale=given, turned=turned,
+                                  shape=shape)
     us = alternating_us(calls, rounds)
-    moved = {name: x.nbytes * (2.0 if name == "copy" else 1.0 if "of codes" in name else 1.5) for name in us}
+    moved = {name: x.numel() * bytes_of.get(name, 3) for name in us}
     copied = moved["copy"] / us["copy"]
     return {name: {"us": round(us[name], 1), "of copy": round(moved[name] / us[name] / copied, 3)}
             for name in us}
@@ -84,8 +106,9 @@ def layers(width: int, out: int) -> dict[str, nn.Module]:
 
     found: dict[str, nn.Module] = {
         "BF16": bare(),
-        "ours, block": Fp8Linear.from_linear(bare(), recipe=Recipe()),
     }
+    for name, recipe in RECIPES.items():
+        found[f"ours, {name}"] = Fp8Linear.from_linear(bare(), recipe=recipe)
     return found | peers(bare)
 
 
@@ -120,6 +143,31 @@ def gemms(x: Quantized, w: Quantized, dy: Quantized, x_t: Quantized, dy_t: Quant
     gemm.wgrad(dy_t, x_t, dtype=torch.bfloat16)
 
 
+def tensorwise_gemms(x: TensorCodes, w: TensorCodes, dy: TensorCodes, turned: Tensor) -> None:
+    """The same under one scale a tensor."""
+    assert x.turned is not None
+    assert dy.turned is not None
+    gemm.tensorwise(x.codes, x.scale, w.codes, w.scale, dtype=torch.bfloat16, fast=True)
+    gemm.tensorwise(dy.codes, dy.scale, turned, w.scale, dtype=torch.bfloat16)
+    gemm.tensorwise(dy.turned, dy.scale, x.turned, x.scale, dtype=torch.bfloat16)
+
+
+def host(width: int, out: int, rounds: int) -> dict[str, Any]:
+    """Median microseconds of the host, forward and backward of 128 tokens."""
+    x = torch.randn(128, width, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn(128, out, device="cuda").bfloat16()
+    found: dict[str, Any] = {}
+    for name, layer in layers(width, out).items():
+        spent = []
+        for _ in range(rounds + 3):
+            torch.cuda.synchronize()
+            began = perf_counter_ns()
+            train(layer, x, dy)
+            spent.append(1e-3 * (perf_counter_ns() - began))
+        found[name] = {"us": round(statistics.median(spent[3:]), 1)}
+    return found
+
+
 def linear(tokens: int, width: int, out: int, rounds: int) -> dict[str, Any]:
     """Median times in microseconds, and how many times quicker than BF16."""
     torch.manual_seed(0)
@@ -128,10 +176,15 @@ def linear(tokens: int, width: int, out: int, rounds: int) -> dict[str, Any]:
     calls: dict[str, Callable[[], object]] = {
         name: partial(train, layer, x, dy) for name, layer in layers(width, out).items()}
     with torch.no_grad():
-        w = backend.quantize_blocks(torch.randn(out, width, device="cuda").bfloat16(), E4M3)
+        w_bf16 = torch.randn(out, width, device="cuda").bfloat16()
+        w = backend.quantize_blocks(w_bf16, E4M3)
         tiles = [backend.quantize_tiles(one, E4M3) for one in (x, dy, x.t(), dy.t())]
+        whole = [quantize_tensor(one, E4M3, turned=True) for one in (x, w_bf16, dy)]
     calls["the three GEMMs alone"] = partial(
         gemms, tiles[0], w, tiles[1], tiles[2], tiles[3], transposed(w.codes))
+    assert whole[1].turned is not None
+    calls["the three tensorwise GEMMs alone"] = partial(
+        tensorwise_gemms, whole[0], whole[1], whole[2], whole[1].turned)
     us = alternating_us(calls, rounds)
     return {name: {"us": round(one, 1), "times BF16": round(us["BF16"] / one, 3)} for name, one in us.items()}
 
@@ -149,6 +202,7 @@ def main() -> int:
     for tokens, width, out in SIZES:
         results[f"kernels {tokens}x{width}"] = quantizers(tokens, width, rounds)
         results[f"linear {tokens}x{width}x{out}"] = linear(tokens, width, out, rounds)
+    results["host"] = host(1024, 1024, 10 * rounds)
     for title, rows in results.items():
         print(title)
         for name, row in rows.items():

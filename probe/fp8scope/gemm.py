@@ -67,23 +67,25 @@ def gemm_error(
 
 
 def wgrad_row_error_max(
-    dy: Tensor, sample: WgradSample, element: Format, *, dy_scaling: str = TILE, x_scaling: str = TILE,
-    dy_scales: Tensor | None = None,
+    dy: Tensor, sample: WgradSample, element: Format, *, x_element: Format | None = None,
+    dy_scaling: str = TILE, x_scaling: str = TILE, dy_scales: Tensor | None = None,
 ) -> Tensor:
     """float64 []: the relative error of the worst row of dY^T X; -inf where every row is zero.
 
     dy [M, N], high precision; scalings are of dy.t() and x.t(), dy_scales too (None: current ones).
+    x_element: the format of x, if it is not that of dy.
     """
     if dy.numel() == 0 or sample.columns.numel() == 0 or len(dy) != len(sample.columns):
         return _nothing(dy)
     a, b = dy.t(), sample.columns.t()
-    if dy_scaling == x_scaling == TILE and _has_kernel(element, a, b):
+    other = x_element or element
+    if dy_scaling == x_scaling == TILE and other is element and _has_kernel(element, a, b):
         from fp8scope.product_kernel import product_error
 
         return product_error(a, b, element, rows=len(a), blocks=False, worst=True, a_scales=dy_scales,
                              b_scales=sample.scales)
     error, size = _squares(a, b, _quantize(a, element, dy_scaling, dy_scales),
-                           _quantize(b, element, x_scaling, sample.scales))
+                           _quantize(b, other, x_scaling, sample.scales))
     return _ratio(error, size).amax()
 
 

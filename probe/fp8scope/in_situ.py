@@ -9,7 +9,7 @@ from fp8scope.layer_probe import CHANNEL_OUTLIER, GEMM_ERROR, WGRAD_ROW_ERROR, L
 from fp8scope.roundtrip import channel_outlier_ratio
 from fp8scope.sums import RowSums
 from fp8scope.watch import matrix
-from fp8scope_protocol.formats import E4M3
+from fp8scope_protocol.formats import E4M3, parse_format
 
 
 class InSituObserver(InertObserver):
@@ -37,7 +37,7 @@ class InSituObserver(InertObserver):
 
     def tensor(
         self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str,
-        power_of_two: bool = False,
+        power_of_two: bool = False, format: str = "e4m3",
     ) -> None:
         """One quantization with the scales that were used.
 
@@ -48,25 +48,29 @@ class InSituObserver(InertObserver):
         with watch.guarded(probe.layer.name):
             if orientation == "columnwise" and not watch.detailed:
                 return
-            series = probe.series(role, orientation, E4M3, scaling, policy)
+            element = parse_format(format)
+            series = probe.series(role, orientation, element, scaling, policy)
             used = scales if policy == "delayed" or watch.detailed else None
             if role == "weight":
-                probe.add_weight(series, x, E4M3, used, power_of_two=power_of_two,
+                probe.add_weight(series, x, element, used, power_of_two=power_of_two,
                                  current=policy != "delayed")
                 return
             x = matrix(x)
-            watch.measure(series, x, E4M3, scales=used, power_of_two=power_of_two)
+            watch.measure(series, x, element, scales=used, power_of_two=power_of_two)
             if watch.detailed and (role, orientation) == ("activation", "rowwise"):
                 watch.largest(series, CHANNEL_OUTLIER, channel_outlier_ratio(x))
 
-    def gemm(self, x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor) -> None:
+    def gemm(
+        self, x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor, *,
+        scaling: str = "tile 1x128", weight_scaling: str = "block 128x128",
+    ) -> None:
         """The operands of the first forward of a detailed step."""
         probe = self.probe
         with probe.watch.guarded(probe.layer.name):
             if probe.watch.detailed and probe.watch.once("gemm", probe.layer.name):
-                error = gemm_error(matrix(x), matrix(weight), E4M3, x_scales=x_scales,
-                                   weight_scales=weight_scales)
-                series = probe.series("activation", "rowwise", E4M3, "tile 1x128")
+                error = gemm_error(matrix(x), matrix(weight), E4M3, x_scaling=scaling, x_scales=x_scales,
+                                   weight_scaling=weight_scaling, weight_scales=weight_scales)
+                series = probe.series("activation", "rowwise", E4M3, scaling)
                 probe.watch.largest(series, GEMM_ERROR, error)
 
     def sample(self, x: Tensor, column_scales: Tensor) -> WgradSample | None:
@@ -75,9 +79,16 @@ class InSituObserver(InertObserver):
             return self.probe.add_sample(matrix(x), column_scales)
         return None
 
-    def wgrad(self, dy: Tensor, column_scales: Tensor, sample: WgradSample) -> None:
-        """The operands of the wgrad of a call that kept a sample."""
+    def wgrad(
+        self, dy: Tensor, column_scales: Tensor, sample: WgradSample, *, scaling: str = "tile 1x128",
+        format: str = "e4m3",
+    ) -> None:
+        """The operands of the wgrad of a call that kept a sample. Under one scale a tensor the series is the
+        rowwise one: it has the codes of both orientations."""
         with self.probe.watch.guarded(self.probe.layer.name):
-            series = self.probe.series("gradient", "columnwise", E4M3, "tile 1x128")
-            error = wgrad_row_error_max(matrix(dy), sample, E4M3, dy_scales=column_scales)
+            element = parse_format(format)
+            orientation = "rowwise" if scaling == "tensorwise" else "columnwise"
+            series = self.probe.series("gradient", orientation, element, scaling)
+            error = wgrad_row_error_max(matrix(dy), sample, element, x_element=E4M3, dy_scaling=scaling,
+                                        x_scaling=scaling, dy_scales=column_scales)
             self.probe.watch.largest(series, WGRAD_ROW_ERROR, error)

@@ -29,20 +29,27 @@ class LinearObserver(Protocol):
 
     def tensor(
         self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str,
-        power_of_two: bool = False,
+        power_of_two: bool = False, format: str = "e4m3",
     ) -> None:
-        """One quantization. x [R, C] high-precision, as quantized (columnwise: already transposed);
-        scales as in `quantize.Quantized`; role activation, weight or gradient. power_of_two: current
-        scales were rounded up to powers of two."""
+        """One quantization. x [R, C] high-precision, as quantized (columnwise: already transposed; left out
+        under one scale a tensor, where it has the codes of rowwise); scales as in `quantize.Quantized`; role
+        activation, weight or gradient. power_of_two: current scales were rounded up to powers of two."""
 
-    def gemm(self, x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor) -> None:
+    def gemm(
+        self, x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor, *,
+        scaling: str = "tile 1x128", weight_scaling: str = "block 128x128",
+    ) -> None:
         """The operands of one fprop: x [M, K], weight [N, K], both high-precision, and the scales used."""
 
     def sample(self, x: Tensor, column_scales: Tensor) -> WgradSample | None:
         """What a forward is to keep of x [M, K] until backward; mostly None. Scales are those of x.t()."""
 
-    def wgrad(self, dy: Tensor, column_scales: Tensor, sample: WgradSample) -> None:
-        """The operands of the wgrad of the call that kept `sample`: dy [M, N], and the scales of dy.t()."""
+    def wgrad(
+        self, dy: Tensor, column_scales: Tensor, sample: WgradSample, *, scaling: str = "tile 1x128",
+        format: str = "e4m3",
+    ) -> None:
+        """The operands of the wgrad of the call that kept `sample`: dy [M, N], and the scales of dy.t(), in
+        `format`; the sample is in E4M3."""
 
 
 class StateObserver(Protocol):

@@ -156,3 +156,34 @@ def test_integer_states_are_told_as_what_they_are(
     told = [event.text for record in worker.records for event in record.events if event.kind == "unobserved"]
     assert f"exp_avg_sq is stored as {root}" in told
     assert not [event for record in worker.records for event in record.events if event.kind == "probe_error"]
+
+
+@pytest.mark.parametrize("policy", ["current", "delayed"])
+@pytest.mark.parametrize("detail", [1, 2])
+def test_one_scale_a_tensor_is_measured_as_it_is(policy: str, detail: int) -> None:
+    """Series say tensorwise and the gradient's E5M2; numbers are those of the round trip under that scale,
+    in detailed steps and in light ones, and the errors of both products are there."""
+    model = model_of(Recipe(scaling="tensorwise", gradient_format="e5m2", policy=policy))
+    worker, x = MemoryWorker(), torch.randn(130, 128) * torch.exp(2 * torch.randn(130, 128))
+    with Scope(model, (), worker=worker, every=1, detail_every=detail) as scope:
+        for step in range(2):
+            model(x).square().sum().backward()
+            scope.step(step)
+    record = worker.record(1)
+    assert record.layout is not None
+    assert record.tables is not None
+    assert [e for e in record.events if e.kind == "probe_error"] == []
+    of_first = {(s.role, s.orientation): (s, i) for i, s in enumerate(record.layout.series)
+                if s.module == "0"}
+    assert {key: (s.format, s.scaling, s.policy) for key, (s, _) in of_first.items()} == {
+        ("activation", "rowwise"): ("e4m3", "tensorwise", policy),
+        ("weight", "rowwise"): ("e4m3", "tensorwise", "current"),
+        ("gradient", "rowwise"): ("e5m2", "tensorwise", policy)}
+    scales = torch.ones(1, 1) if policy == "delayed" else None
+    wanted = round_trip(x, E4M3, "tensorwise", scales=scales, histogram=detail == 1)
+    row = record.tables.row(of_first["activation", "rowwise"][1])
+    assert torch.equal(row.counts, wanted.counts)
+    assert torch.equal(row.sums, wanted.sums)
+    first = worker.metrics(0)
+    assert 0 < first["0", "activation", "rowwise"]["gemm_error"] < 1
+    assert 0 < first["0", "gradient", "rowwise"]["wgrad_row_error_max"] < 1

@@ -96,7 +96,7 @@ def test_batches_compile(light: bool, scaling: str) -> None:
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
 def test_codes_of_a_tensor_compile(format: str, given: bool, turned: bool) -> None:
-    """One scale a tensor, for Hopper: 16 bytes a thread and load, nothing spilled."""
+    """One scale a tensor, for Hopper: 16 bytes a thread, load and store."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -104,7 +104,8 @@ def test_codes_of_a_tensor_compile(format: str, given: bool, turned: bool) -> No
     from fp8scope_trainer import tensor_kernel
 
     kernel = tensor_kernel._codes_kernel
-    constants = tensor_kernel.constants_of(FORMATS[format], False, given=given, turned=turned, compiled=True)
+    constants = tensor_kernel.constants_of(FORMATS[format], False, given=given, turned=turned,
+                                           width=tensor_kernel.SHAPE[0], compiled=True)
     kinds = {"x_ptr": "*bf16", "codes_ptr": "*u8", "turned_ptr": "*u8", "scale_ptr": "*fp32",
              "amax_ptr": "*fp32", "partials_ptr": "*i32"}
     names = kernel.arg_names
@@ -115,8 +116,9 @@ def test_codes_of_a_tensor_compile(format: str, given: bool, turned: bool) -> No
                        constexprs={(names.index(name),): value for name, value in constants.items()},
                        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned})
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32),
-                              options={"num_warps": tensor_kernel.WARPS})
+                              options={"num_warps": tensor_kernel.SHAPE[1]})
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
+    assert "st.global.v4.b32" in compiled.asm["ptx"]
     assert f"cvt.rn.satfinite.{format}x2.f32" in compiled.asm["ptx"]
 
 
@@ -136,5 +138,5 @@ def test_maxima_of_a_tensor_compile(name: str) -> None:
     signature = {one: "constexpr" if one in constants else kinds.get(one, "i32") for one in names}
     source = ASTSource(fn=kernel, signature=signature,
                        constexprs={(names.index(one),): value for one, value in constants.items()},
-                       attrs={(names.index(one),): [["tt.divisibility", 16]] for one in kinds if one in names})
+                       attrs={(names.index(one),): [["tt.divisibility", 16]] for one in {*kinds} & {*names}})
     assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["cubin"]

@@ -37,7 +37,7 @@ class Meter:
 
     def tensor(
         self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str,
-        power_of_two: bool = False,
+        power_of_two: bool = False, format: str = "e4m3",
     ) -> None:
         if (role, orientation) == ("activation", "rowwise"):
             d = dequantize(quantize_tiles(x, E4M3, scales=scales))
@@ -48,10 +48,16 @@ class Meter:
     def sample(self, x: Tensor, column_scales: Tensor) -> None:
         """Keeps nothing."""
 
-    def wgrad(self, dy: Tensor, column_scales: Tensor, sample: WgradSample) -> None:
+    def wgrad(
+        self, dy: Tensor, column_scales: Tensor, sample: WgradSample, *, scaling: str = "tile 1x128",
+        format: str = "e4m3",
+    ) -> None:
         """Never called: nothing was kept."""
 
-    def gemm(self, x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor) -> None:
+    def gemm(
+        self, x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor, *,
+        scaling: str = "tile 1x128", weight_scaling: str = "block 128x128",
+    ) -> None:
         exact, w = x @ weight.t(), dequantize(quantize_blocks(weight, E4M3, scales=weight_scales))
         y = dequantize(quantize_tiles(x, E4M3, scales=x_scales)) @ w.t()
         self.gemm_error.append(((y - exact).norm() / exact.norm()).item())

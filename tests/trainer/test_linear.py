@@ -29,21 +29,29 @@ class Recorder(LinearObserver):
     def __init__(self) -> None:
         self.active = True
         self.tensors: dict[tuple[str, str], tuple[Tensor, Tensor, str, str]] = {}
+        self.formats: dict[str, str] = {}
         self.gemms: list[tuple[Tensor, ...]] = []
 
     def tensor(
         self, role: str, orientation: str, x: Tensor, scales: Tensor, *, scaling: str, policy: str,
-        power_of_two: bool = False,
+        power_of_two: bool = False, format: str = "e4m3",
     ) -> None:
+        self.formats[role] = format
         self.tensors[role, orientation] = (x.clone(), scales.clone(), scaling, policy)
 
     def sample(self, x: Tensor, column_scales: Tensor) -> None:
         """Keeps nothing."""
 
-    def wgrad(self, dy: Tensor, column_scales: Tensor, sample: WgradSample) -> None:
+    def wgrad(
+        self, dy: Tensor, column_scales: Tensor, sample: WgradSample, *, scaling: str = "tile 1x128",
+        format: str = "e4m3",
+    ) -> None:
         """Never called: nothing was kept."""
 
-    def gemm(self, x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor) -> None:
+    def gemm(
+        self, x: Tensor, weight: Tensor, x_scales: Tensor, weight_scales: Tensor, *,
+        scaling: str = "tile 1x128", weight_scaling: str = "block 128x128",
+    ) -> None:
         self.gemms.append((x, weight, x_scales, weight_scales))
 
 

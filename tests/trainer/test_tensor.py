@@ -151,6 +151,19 @@ def test_the_kernels_are_the_reference_to_the_bit(key: str, turned: bool) -> Non
 
 @pytest.mark.gpu
 @needs_hopper
+def test_every_shape_of_program_writes_the_same() -> None:
+    """Columns and warps are a matter of speed."""
+    from fp8scope_trainer import tensor_kernel
+
+    x = normal((512, 1024)).bfloat16().cuda()
+    expected = bits(reference(x, E4M3, turned=True))
+    for shape in tensor_kernel.SHAPES:
+        found = bits(tensor_kernel.quantize_tensor(x, E4M3, turned=True, shape=shape))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+@needs_hopper
 @pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda one: one.name)
 def test_every_bf16_under_every_bf16_amax(element: Any) -> None:
     """All finite values, under scales from 128 significands and 5 exponents."""

@@ -1,6 +1,6 @@
-"""The three GEMMs of a block-scaled FP8 linear: fprop Y = X W^T, dgrad dX = dY W, wgrad dW = dY^T X.
+"""The three GEMMs of an FP8 linear: fprop Y = X W^T, dgrad dX = dY W, wgrad dW = dY^T X.
 
-Operands are codes with dequantization scales; the product is that of the dequantized operands.
+Operands are codes with dequantization scales; the product is that of the dequantized operands. In blocks:
 
 | gemm  | a, scales                                   | b, scales                                         |
 |-------|---------------------------------------------|---------------------------------------------------|
@@ -13,21 +13,29 @@ A block's scale does not depend on its orientation, so the weight's transpose fo
 transposed when needed and no second copy is stored. Rows are padded to 4 and the contraction of wgrad to 128
 with zero codes here, out of sight of whoever measures the operands.
 
-On Hopper this is `torch.nn.functional.scaled_mm`. Elsewhere block scaling does not exist, so the operands
-are dequantized and multiplied in fp32 (BF16 products on ordinary CPUs are 80 times slower). Rejected: the
-private `torch._scaled_mm`, which does not pad scales to L4; fast accumulation, which loses bits in long sums.
+Under one scale a tensor all three are the same product A B^T of row-major codes, in E4M3 or with E5M2 on one
+side; sizes are padded to 16. Fast accumulation, which loses bits in long sums, is for its fprop only.
+
+On Hopper this is `torch.nn.functional.scaled_mm`, under one scale on Ada too. Elsewhere the operands are
+dequantized and multiplied in fp32 (BF16 products on ordinary CPUs are 80 times slower). Other output types
+than BF16 and fp32 are rounded from fp32. Rejected: the private `torch._scaled_mm`, which does not pad scales
+to L4.
 """
+
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8scope.quantize import Quantized, dequantize
+from fp8scope.quantize import Quantized, decode, dequantize
 from fp8scope_trainer.transpose import transposed
 
 TILE = 128
-HOPPER = 9
-"""Compute capability whose tensor cores take 1x128 and 128x128 scales."""
+STEP = 16
+"""Of sizes of operands under one scale."""
+HOPPER, ADA = (9, 0), (8, 9)
+"""Compute capabilities: 9.0 takes 1x128 and 128x128 scales, from 8.9 on GEMMs take one scale a tensor."""
 
 
 def fprop(x: Quantized, weight: Quantized, *, dtype: torch.dtype) -> Tensor:
@@ -56,8 +64,27 @@ def wgrad(dy_t: Quantized, x_t: Quantized, *, dtype: torch.dtype = torch.float32
     return F.scaled_mm(
         a, b.t(), _outer_major(dy_t.scales), F.ScalingType.BlockWise1x128,
         _outer_major(x_t.scales), F.ScalingType.BlockWise1x128,
-        output_dtype=dtype, use_fast_accum=False,
-    )
+        output_dtype=_sum_dtype(dtype), use_fast_accum=False,
+    ).to(dtype)
+
+
+def tensorwise(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *, dtype: torch.dtype, fast: bool = False
+) -> Tensor:
+    """a [R, S] @ b.t(), b [C, S], in `dtype`; scales fp32 [1, 1]. C is a multiple of 16.
+
+    fast: accumulates in fewer bits where the device offers it.
+    """
+    if not _has_tensorwise(a.device):
+        return ((decode(a) @ decode(b).t()) * (a_scale * b_scale)).to(dtype)
+    rows, shared = a.shape
+    if rows % STEP or shared % STEP:
+        a = _pad(a, rows=-rows % STEP, columns=-shared % STEP)
+        b = _pad(b, columns=-shared % STEP)
+    return F.scaled_mm(
+        a, b.t(), a_scale.view(1), F.ScalingType.TensorWise, b_scale.view(1), F.ScalingType.TensorWise,
+        output_dtype=_sum_dtype(dtype), use_fast_accum=fast,
+    )[:rows].to(dtype)
 
 
 def rounded_matmul(a: Tensor, b: Tensor, *, dtype: torch.dtype) -> Tensor:
@@ -69,7 +96,22 @@ def rounded_matmul(a: Tensor, b: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def _native(codes: Tensor) -> bool:
-    return codes.is_cuda and torch.cuda.get_device_capability(codes.device)[0] == HOPPER
+    return codes.is_cuda and _has_blocks(codes.device)
+
+
+@cache
+def _has_blocks(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == HOPPER[0]
+
+
+@cache
+def _has_tensorwise(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= ADA
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which a GEMM hands out its sums."""
+    return dtype if dtype == torch.bfloat16 else torch.float32
 
 
 def _by_block(a: Quantized, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -81,8 +123,8 @@ def _by_block(a: Quantized, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> 
     return F.scaled_mm(
         codes, b, _outer_major(scales), F.ScalingType.BlockWise1x128,
         _padded_to_four(b_scales), F.ScalingType.BlockWise128x128,
-        output_dtype=dtype, use_fast_accum=False,
-    )[:rows]
+        output_dtype=_sum_dtype(dtype), use_fast_accum=False,
+    )[:rows].to(dtype)
 
 
 def _outer_major(scales: Tensor) -> Tensor:

@@ -1,42 +1,85 @@
-"""The block recipe: how a linear's operands become FP8.
+"""How a linear's operands become FP8: the recipes and their options.
 
-Activations and gradients in [1,128] tiles, in both orientations; weights in [128,128] blocks; E4M3 throughout
-(E5M2 belongs to tensorwise scaling: block-scaled GEMMs on Hopper reject it). Under `delayed` the activation
-takes one scale from its amax history for all of its tiles; weights and gradients stay with current scaling.
+`block`: activations and gradients in [1,128] tiles, in both orientations; weights in [128,128] blocks; E4M3
+throughout (block-scaled GEMMs on Hopper reject E5M2). Under `delayed` the activation takes one scale from its
+amax history for all of its tiles; weights and gradients stay with current scaling.
+
+`tensorwise`: one scale a tensor, in E4M3, gradients in E5M2 where asked. It computes faster and holds less
+range: an outlier takes it from the whole tensor and not from 127 neighbours. Under `delayed` activations and
+gradients take the scales of their histories and are read once instead of twice; the weight, which is smaller
+and is read again anyway, stays with current scaling.
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fp8scope import backend
 from fp8scope.quantize import Quantized, block_amax, scale_of, tile_amax
 from fp8scope.sums import RowSums
 from fp8scope_protocol.errors import Invalid
-from fp8scope_protocol.formats import E4M3, SCALE_POLICIES, TILE
+from fp8scope_protocol.formats import E4M3, E5M2, SCALE_POLICIES, TILE, Format
 from fp8scope_trainer.history import LONGEST
+
+RECIPES = ("block", "tensorwise")
+GRADIENT_FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """Scaling choices of one FP8 linear."""
 
+    scaling: str = "block"
+    """Which elements share a scale: `block` or `tensorwise`."""
+    gradient_format: str = "e4m3"
+    """Of the gradient of the output: `e4m3`, or under tensorwise scaling `e5m2`."""
     policy: str = "current"
-    """Where the activation's scale comes from: `current` or `delayed`."""
+    """Where scales come from: `current` or `delayed`."""
     history_length: int = LONGEST
     """Steps that a delayed scale looks back, 1 to 1024."""
     margin: int = 0
     """Bits of headroom that a delayed scale adds."""
     power_of_two: bool = False
     """Current scales rounded up to a power of two: at most one bit of range for exact re-quantization."""
+    sanitize: bool = False
+    """FP8 takes NaN and Inf of activations and gradients as 0. They are still counted, but a gradient scaler
+    no longer sees them."""
 
     def __post_init__(self) -> None:
-        if self.policy not in SCALE_POLICIES:
-            raise Invalid("policy", self.policy, f"must be one of {', '.join(SCALE_POLICIES)}")
-        if not 1 <= self.history_length <= LONGEST:
+        _check("scaling", self.scaling, RECIPES)
+        _check("gradient_format", self.gradient_format, tuple(GRADIENT_FORMATS))
+        _check("policy", self.policy, SCALE_POLICIES)
+        if self.gradient_format == "e5m2" and self.scaling == "block":
+            raise Invalid("gradient_format", "e5m2",
+                          "goes with scaling tensorwise: block-scaled GEMMs refuse it")
+        if not _is_whole(self.history_length) or not 1 <= self.history_length <= LONGEST:
             raise Invalid("history_length", self.history_length, f"must be 1 to {LONGEST} steps")
-        if not 0 <= self.margin <= 8:
+        if not _is_whole(self.margin) or not 0 <= self.margin <= 8:
             raise Invalid("margin", self.margin, "must be 0 to 8 bits; E4M3 has 17 from end to end")
+        for name in ("power_of_two", "sanitize"):
+            if not isinstance(getattr(self, name), bool):
+                raise Invalid(name, getattr(self, name), "must be True or False")
+
+    @property
+    def operand_scaling(self) -> str:
+        """Of activations and gradients, as protocol.formats names it."""
+        return "tile 1x128" if self.scaling == "block" else "tensorwise"
+
+    @property
+    def weight_scaling(self) -> str:
+        """Of weights."""
+        return "block 128x128" if self.scaling == "block" else "tensorwise"
+
+    @property
+    def gradient_policy(self) -> str:
+        """Where the scales of gradients come from."""
+        return "current" if self.scaling == "block" else self.policy
+
+    @property
+    def gradient_element(self) -> Format:
+        """The format of gradients."""
+        return GRADIENT_FORMATS[self.gradient_format]
 
 
 def quantize_both(
@@ -46,14 +89,25 @@ def quantize_both(
 
     scale: the delayed one, [1, 1], for every tile. sums: to which the round trip of the former is added.
     """
+    return quantize_rows(x, recipe, scale, sums=sums), quantize_rows(x.t(), recipe, scale)
+
+
+def quantize_rows(
+    x: Tensor, recipe: Recipe, scale: Tensor | None = None, *, sums: RowSums | None = None
+) -> Quantized:
+    """x [R, C] in tiles along its rows; see `quantize_both`."""
     two = recipe.power_of_two and scale is None
-    rows = backend.quantize_tiles(x, E4M3, scales=scale, power_of_two=two, out=sums)
-    return rows, backend.quantize_tiles(x.t(), E4M3, scales=scale, power_of_two=two)
+    return backend.quantize_tiles(x, E4M3, scales=scale, power_of_two=two, out=sums)
 
 
 def quantize_weight(weight: Tensor, recipe: Recipe) -> Quantized:
     """weight [N, K] in blocks."""
     return backend.quantize_blocks(weight, E4M3, power_of_two=recipe.power_of_two)
+
+
+def sanitized(x: Tensor, recipe: Recipe) -> Tensor:
+    """x, or under `sanitize` a copy in which NaN and Inf are 0."""
+    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) if recipe.sanitize else x
 
 
 def tile_scales(x: Tensor, recipe: Recipe, scale: Tensor | None = None) -> Tensor:
@@ -66,3 +120,12 @@ def tile_scales(x: Tensor, recipe: Recipe, scale: Tensor | None = None) -> Tenso
 def block_scales(weight: Tensor, recipe: Recipe) -> Tensor:
     """The scales [ceil(N / 128), ceil(K / 128)] with which weight [N, K] would be quantized."""
     return scale_of(block_amax(weight), E4M3, power_of_two=recipe.power_of_two)
+
+
+def _check(name: str, value: object, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise Invalid(name, value, f"must be one of {', '.join(accepted)}")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -39,8 +39,10 @@ from fp8scope.quantize_kernel import CODE_TYPES, INFINITY, scale_of
 from fp8scope_protocol.formats import TILE, Format
 from fp8scope_trainer.tensor import TensorCodes
 
-WIDTH, WARPS = 128, 8
+SHAPE = (128, 8)
 """Columns and warps of a program that writes codes."""
+SHAPES = ((64, 2), (64, 4), (128, 4), (128, 8))
+"""Those worth a try on another device; benchmarks/linear.py times them."""
 
 _EDGE = tl.constexpr(TILE)
 _HUGE = tl.constexpr(2.0**90)
@@ -201,11 +203,12 @@ def fits(x: Tensor) -> bool:
 
 def quantize_tensor(
     x: Tensor, element: Format, *, scale: Tensor | None = None, power_of_two: bool = False,
-    turned: bool = False,
+    turned: bool = False, shape: tuple[int, int] = SHAPE,
 ) -> TensorCodes:
-    """Of x, which `fits`; see `tensor.quantize_tensor`."""
+    """Of x, which `fits`; see `tensor.quantize_tensor`. shape: one of SHAPES."""
     rows, columns = x.shape
-    programs = (rows // TILE) * (columns // WIDTH)
+    width, warps = shape
+    programs = (rows // TILE) * (columns // width)
     codes = x.new_empty((rows, columns), dtype=DTYPES[element.name])
     other = x.new_empty((columns, rows), dtype=codes.dtype) if turned else None
     used, amax = x.new_empty((2, 1), dtype=torch.float32)
@@ -217,21 +220,21 @@ def quantize_tensor(
     _codes(programs, x, codes.view(torch.uint8), (codes if other is None else other).view(torch.uint8),
            used if scale is None else scale, amax, partials, rows, columns, count,
            constants=constants_of(element, power_of_two, given=scale is not None, turned=turned,
-                                  compiled=x.is_cuda), num_warps=WARPS)
+                                  width=width, compiled=x.is_cuda), num_warps=warps)
     if scale is not None:
         _close(1, partials, scale, used, amax, count, constants={"BLOCK": _PARTIALS}, num_warps=4)
     return TensorCodes(codes, other, used.view(1, 1), amax)
 
 
 def constants_of(
-    element: Format, power_of_two: bool, *, given: bool, turned: bool, compiled: bool
+    element: Format, power_of_two: bool, *, given: bool, turned: bool, width: int, compiled: bool
 ) -> dict[str, Any]:
     """Those of `_codes_kernel`, in its order."""
     return {
         "LARGEST": element.largest, "MANTISSA": element.mantissa_bits,
         "NORMAL": 127 + int(math.log2(element.smallest_normal)), "CODE": CODE_TYPES[element.name],
         "POWER_OF_TWO": power_of_two, "GIVEN": given, "TURNED": turned, "PARTIALS": _PARTIALS,
-        "WIDTH": WIDTH, "ASM": compiled,
+        "WIDTH": width, "ASM": compiled,
     }
 
 
