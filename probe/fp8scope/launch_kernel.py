@@ -2,7 +2,8 @@
 
 A kernel is compiled for what Triton specializes on: types, constants, pointers and integers that 16 divides,
 integers that are 1. That is the key here; the first call with a key goes through `warmup`, which compiles or
-finds the kernel in Triton's own cache.
+finds the kernel in Triton's own cache. Where constants are few, `bound` keeps them: to look them up and to
+hash them takes as long as all the rest.
 """
 
 from typing import Any
@@ -41,15 +42,58 @@ class Launcher:
         options: dict[str, int],
     ) -> None:
         values = tuple(constants[name] for name in self._kernel.arg_names[len(args):])
-        key = (torch.cuda.current_device(), values, *map(_specialized, args))
+        key = (torch.cuda.current_device(), values, *_specialized(args))
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._kernel.warmup(*args, grid=(programs,), **constants, **options)
             self._compiled[key] = compiled
         compiled[(programs, 1, 1)](*args, *values)
 
+    def bound(self, constants: dict[str, Any], **options: int) -> "BoundLauncher":
+        """This kernel with these constants; options as in a call."""
+        return BoundLauncher(self._kernel, constants, options)
 
-def _specialized(arg: Tensor | int) -> tuple[Any, ...]:
-    if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    return arg == 1, arg % 16 == 0, arg.bit_length() > 31
+
+class BoundLauncher:
+    """One kernel with its constants, in the order of its signature."""
+
+    def __init__(self, kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> None:
+        self._kernel = kernel
+        self._constants = constants
+        self._options = options
+        self._values = tuple(constants[name] for name in kernel.arg_names[-len(constants):])
+        self._interpreted = isinstance(kernel, InterpretedFunction)
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, programs: int, *args: Tensor | int) -> None:
+        """As `Launcher`."""
+        first = args[0]
+        assert isinstance(first, Tensor)
+        if self._interpreted:
+            self._kernel[(programs,)](*args, **self._constants)
+        elif first.device.index == torch.cuda.current_device():
+            self._launch(programs, args)
+        else:
+            with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+                self._launch(programs, args)
+
+    def _launch(self, programs: int, args: tuple[Tensor | int, ...]) -> None:
+        device = torch.cuda.current_device()
+        key = (device, *_specialized(args))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._kernel.warmup(*args, grid=(programs,), **self._constants, **self._options)
+            self._compiled[key] = compiled
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        compiled[(programs, 1, 1)](*args, *self._values, stream=stream)
+
+
+def _specialized(args: tuple[Tensor | int, ...]) -> list[Any]:
+    """What of each argument the compiled kernel depends on."""
+    found: list[Any] = []
+    for arg in args:
+        if isinstance(arg, int):
+            found.append(arg == 1 or (arg % 16 == 0, arg.bit_length() > 31))
+        else:
+            found += arg.dtype, arg.data_ptr() % 16 == 0
+    return found

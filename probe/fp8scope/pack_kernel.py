@@ -23,6 +23,7 @@ program (356 us where the two kernels take 201); a store for each half of a pair
 """
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8scope.launch_kernel import Launcher
+from fp8scope.launch_kernel import BoundLauncher, Launcher
 from fp8scope.pair_kernel import (
     LOW,
     MAGNITUDES,
@@ -225,18 +226,18 @@ def quantize_tiles(x: Tensor, element: Format, *, power_of_two: bool = False) ->
     if fits(x, element, _ROWS):
         rows, columns = x.shape
         codes, scales = _empty(x, rows, columns, element)
-        _tiles((rows // _ROWS) * (columns // TILE_EDGE), x, codes.view(torch.uint8), scales, rows, columns,
-               x.stride(0) // 2, constants=_constants(element, power_of_two, x) | {"ROWS": _ROWS},
-               num_warps=1)
+        _tiles(element, power_of_two, x.is_cuda)(
+            (rows // _ROWS) * (columns // TILE_EDGE), x, codes.view(torch.uint8), scales, rows, columns,
+            x.stride(0) // 2)
         return Quantized(codes, scales.t(), "tile 1x128")
     turned = x.t()
     if not fits(turned, element, TILE_EDGE):
         return None
     columns, rows = x.shape
     codes, scales = _empty(x, columns, rows, element)
-    _columns((rows // TILE_EDGE) * (columns // _WIDTH), turned, codes.view(torch.uint8), scales, rows,
-             columns, turned.stride(0) // 2, num_warps=2,
-             constants=_constants(element, power_of_two, x) | {"WIDTH": _WIDTH})
+    _columns(element, power_of_two, x.is_cuda)(
+        (rows // TILE_EDGE) * (columns // _WIDTH), turned, codes.view(torch.uint8), scales, rows, columns,
+        turned.stride(0) // 2)
     return Quantized(codes, scales.t(), "tile 1x128")
 
 
@@ -247,8 +248,8 @@ def quantize_blocks(x: Tensor, element: Format, *, power_of_two: bool = False) -
     rows, columns = x.shape
     codes = x.new_empty(x.shape, dtype=DTYPES[element.name])
     scales = x.new_empty((rows // TILE_EDGE, columns // TILE_EDGE), dtype=torch.float32)
-    _blocks(scales.numel(), x, codes.view(torch.uint8), scales, columns, x.stride(0) // 2,
-            constants=_constants(element, power_of_two, x), num_warps=4)
+    _blocks(element, power_of_two, x.is_cuda)(
+        scales.numel(), x, codes.view(torch.uint8), scales, columns, x.stride(0) // 2)
     return Quantized(codes, scales, "block 128x128")
 
 
@@ -258,12 +259,26 @@ def _empty(x: Tensor, rows: int, columns: int, element: Format) -> tuple[Tensor,
             x.new_empty((columns // TILE_EDGE, rows), dtype=torch.float32))
 
 
-def _constants(element: Format, power_of_two: bool, x: Tensor) -> dict[str, Any]:
+@cache
+def _tiles(element: Format, power_of_two: bool, compiled: bool) -> BoundLauncher:
+    constants = _constants(element, power_of_two, compiled) | {"ROWS": _ROWS}
+    return Launcher(_tiles_kernel).bound(constants, num_warps=1)
+
+
+@cache
+def _columns(element: Format, power_of_two: bool, compiled: bool) -> BoundLauncher:
+    constants = _constants(element, power_of_two, compiled) | {"WIDTH": _WIDTH}
+    return Launcher(_columns_kernel).bound(constants, num_warps=2)
+
+
+@cache
+def _blocks(element: Format, power_of_two: bool, compiled: bool) -> BoundLauncher:
+    return Launcher(_blocks_kernel).bound(_constants(element, power_of_two, compiled), num_warps=4)
+
+
+def _constants(element: Format, power_of_two: bool, compiled: bool) -> dict[str, Any]:
     return {
         "LARGEST": element.largest, "MANTISSA": element.mantissa_bits,
         "NORMAL": 127 + int(math.log2(element.smallest_normal)), "CODE": CODE_TYPES[element.name],
-        "POWER_OF_TWO": power_of_two, "ASM": x.is_cuda,
+        "POWER_OF_TWO": power_of_two, "ASM": compiled,
     }
-
-
-_tiles, _columns, _blocks = Launcher(_tiles_kernel), Launcher(_columns_kernel), Launcher(_blocks_kernel)

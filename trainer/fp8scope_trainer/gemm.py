@@ -81,10 +81,11 @@ def tensorwise(
     if rows % STEP or shared % STEP:
         a = _pad(a, rows=-rows % STEP, columns=-shared % STEP)
         b = _pad(b, columns=-shared % STEP)
-    return F.scaled_mm(
-        a, b.t(), a_scale.view(1), F.ScalingType.TensorWise, b_scale.view(1), F.ScalingType.TensorWise,
+    y = F.scaled_mm(
+        a, b.t(), a_scale, F.ScalingType.TensorWise, b_scale, F.ScalingType.TensorWise,
         output_dtype=_sum_dtype(dtype), use_fast_accum=fast,
-    )[:rows].to(dtype)
+    ).to(dtype)
+    return y[:rows] if rows % STEP else y
 
 
 def rounded_matmul(a: Tensor, b: Tensor, *, dtype: torch.dtype) -> Tensor:
@@ -128,13 +129,17 @@ def _by_block(a: Quantized, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> 
 
 
 def _outer_major(scales: Tensor) -> Tensor:
-    """(R, T) with stride (1, R)."""
+    """(R, T) with stride (1, R), which the quantizers write."""
+    if scales.stride() == (1, scales.shape[0]):
+        return scales
     return scales.t().contiguous().t()
 
 
 def _padded_to_four(scales: Tensor) -> Tensor:
     """[C/128, S/128] -> (L4, C/128) with stride (1, L4), L4 = S/128 rounded up to a multiple of 4."""
-    return F.pad(scales, (0, -scales.shape[1] % 4), value=1.0).contiguous().t()
+    if short := -scales.shape[1] % 4:
+        scales = F.pad(scales, (0, short), value=1.0)  # without anything to pad, still a copy
+    return scales.contiguous().t()
 
 
 def _pad(codes: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:

@@ -61,14 +61,14 @@ class AmaxHistory(nn.Module):
 
     def merge(self, amax: Tensor) -> None:
         """fp32 [1]; NaN leaves the step as it is: one Inf must not blind the scale for 1,024 steps."""
-        self.pending = torch.fmax(self.pending, amax.view(()))
+        torch.fmax(self.pending, amax.view(()), out=self.pending)
 
     def advance(self) -> None:
         """Moves the step's amax into the ring."""
         if not self.frozen:
             self.amaxes[self.cursor] = self.pending
             self.cursor = (self.cursor + 1) % self.amaxes.numel()
-        self.pending = torch.zeros_like(self.pending)
+        self.pending.zero_()
 
     def __getstate__(self) -> dict[str, object]:
         """A copy computes its scale itself."""

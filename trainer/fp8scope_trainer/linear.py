@@ -106,8 +106,8 @@ class Fp8Linear(nn.Linear):
             ) if policy == "delayed" else None)
 
     def _call(self) -> Call:
-        if torch._C._current_graph_task_id() == -1:  # not inside a backward pass
-            self._running = self.precision
+        if self._running != self.precision and torch._C._current_graph_task_id() == -1:
+            self._running = self.precision  # outside of a backward pass
         differentiable = torch.is_grad_enabled() and self.weight.requires_grad
         call = Call(self._running, self.recipe, self.observer, differentiable=differentiable)
         if self.history is None or self._running == "bf16":

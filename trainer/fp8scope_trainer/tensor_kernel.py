@@ -24,6 +24,7 @@ of current scaling NaN.
 """
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8scope.launch_kernel import Launcher
+from fp8scope.launch_kernel import BoundLauncher, Launcher
 from fp8scope.pack_kernel import inverse, over
 from fp8scope.pair_kernel import LOW, MAGNITUDES, code_of, max_of_pairs, packs, pair_max, upper, widen
 from fp8scope.quantize import DTYPES
@@ -207,23 +208,21 @@ def quantize_tensor(
 ) -> TensorCodes:
     """Of x, which `fits`; see `tensor.quantize_tensor`. shape: one of SHAPES."""
     rows, columns = x.shape
-    width, warps = shape
-    programs = (rows // TILE) * (columns // width)
+    programs = (rows // TILE) * (columns // shape[0])
     codes = x.new_empty((rows, columns), dtype=DTYPES[element.name])
     other = x.new_empty((columns, rows), dtype=codes.dtype) if turned else None
-    used, amax = x.new_empty((2, 1), dtype=torch.float32)
+    used, amax = x.new_empty((1, 1), dtype=torch.float32), x.new_empty(1, dtype=torch.float32)
     blocks = x.numel() // 2 // _BLOCK
     count = programs if scale is not None else min(_PARTIALS, blocks)
     partials = x.new_empty(count, dtype=torch.int32)
     if scale is None:
-        _amax(count, x, partials, blocks, count, constants={"BLOCK": _BLOCK, "ASM": x.is_cuda}, num_warps=4)
-    _codes(programs, x, codes.view(torch.uint8), (codes if other is None else other).view(torch.uint8),
-           used if scale is None else scale, amax, partials, rows, columns, count,
-           constants=constants_of(element, power_of_two, given=scale is not None, turned=turned,
-                                  width=width, compiled=x.is_cuda), num_warps=warps)
+        _amax(x.is_cuda)(count, x, partials, blocks, count)
+    _codes(element, power_of_two, scale is not None, turned, shape, x.is_cuda)(
+        programs, x, codes.view(torch.uint8), (codes if other is None else other).view(torch.uint8),
+        used if scale is None else scale, amax, partials, rows, columns, count)
     if scale is not None:
-        _close(1, partials, scale, used, amax, count, constants={"BLOCK": _PARTIALS}, num_warps=4)
-    return TensorCodes(codes, other, used.view(1, 1), amax)
+        _close()(1, partials, scale, used, amax, count)
+    return TensorCodes(codes, other, used, amax)
 
 
 def constants_of(
@@ -238,4 +237,21 @@ def constants_of(
     }
 
 
-_amax, _codes, _close = Launcher(_amax_kernel), Launcher(_codes_kernel), Launcher(_close_kernel)
+@cache
+def _codes(
+    element: Format, power_of_two: bool, given: bool, turned: bool, shape: tuple[int, int], compiled: bool
+) -> BoundLauncher:
+    width, warps = shape
+    constants = constants_of(element, power_of_two, given=given, turned=turned, width=width,
+                             compiled=compiled)
+    return Launcher(_codes_kernel).bound(constants, num_warps=warps)
+
+
+@cache
+def _amax(compiled: bool) -> BoundLauncher:
+    return Launcher(_amax_kernel).bound({"BLOCK": _BLOCK, "ASM": compiled}, num_warps=4)
+
+
+@cache
+def _close() -> BoundLauncher:
+    return Launcher(_close_kernel).bound({"BLOCK": _PARTIALS}, num_warps=4)

@@ -8,12 +8,14 @@ between threads and leave in whole lines of 128 bytes. H200, share of the bandwi
 Rejected, at 8192 x 8192: tiles of [128, 64] (87 %), [64, 64] (85 %); [256, 128] with eight warps is as good.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8scope.launch_kernel import Launcher
+from fp8scope.launch_kernel import BoundLauncher, Launcher
 
 _EDGE = 128
 
@@ -82,9 +84,11 @@ def transposed(codes: Tensor) -> Tensor:
     """codes [R, C], which `fits` -> [C, R]."""
     rows, columns = codes.shape
     turned = codes.new_empty((columns, rows))
-    _transpose((rows // _EDGE) * (columns // _EDGE), codes.view(torch.uint8), turned.view(torch.uint8),
-               rows // 4, columns // 4, constants={"EDGE": _EDGE, "ASM": codes.is_cuda}, num_warps=4)
+    _transpose(codes.is_cuda)((rows // _EDGE) * (columns // _EDGE), codes.view(torch.uint8),
+                              turned.view(torch.uint8), rows // 4, columns // 4)
     return turned
 
 
-_transpose = Launcher(_transpose_kernel)
+@cache
+def _transpose(compiled: bool) -> BoundLauncher:
+    return Launcher(_transpose_kernel).bound({"EDGE": _EDGE, "ASM": compiled}, num_warps=4)
