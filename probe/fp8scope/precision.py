@@ -65,7 +65,8 @@ def _switch(layer: Switchable, precision: Precision) -> None:
 def _precision_of(layer: Layer) -> ModulePrecision:
     module = layer.module
     if isinstance(module, Switchable):
-        return ModulePrecision(name=layer.name, precision=module.precision, switchable=True)
+        return ModulePrecision(name=layer.name, precision=module.precision, switchable=True,
+                               reason=getattr(module, "precision_reason", ""))
     if layer.engine:
         return ModulePrecision(name=layer.name, precision="autocast",
                                reason="the autocast around its forward decides whether it runs in FP8")

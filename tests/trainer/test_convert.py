@@ -1,8 +1,13 @@
 """convert(): which layers become FP8, which stay, and why."""
 
+import copy
+import pickle
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from fp8scope.layers import find_layers
 from fp8scope.precision import precision_map
@@ -10,6 +15,7 @@ from fp8scope_protocol.errors import UnknownName
 from fp8scope_trainer.convert import Conversion, convert
 from fp8scope_trainer.decoder import Decoder, DecoderConfig, demo
 from fp8scope_trainer.linear import Fp8Linear
+from fp8scope_trainer.recipe import Recipe
 
 
 def small() -> Decoder:
@@ -23,6 +29,7 @@ def test_converts_every_linear_but_the_head() -> None:
     before = dict(model.named_parameters())
     report = convert(model)
     assert len(report.converted) == 8
+    assert "layers.1.attention: softmax" in str(report)
     assert report.left == {"head": "output head"}
     assert type(model.head) is nn.Linear
     assert isinstance(model.get_submodule("layers.1.attention.qkv"), Fp8Linear)
@@ -34,13 +41,17 @@ def test_f2_a_layer_that_cannot_run_in_fp8_is_left_and_says_why() -> None:
     model = nn.Sequential(nn.Linear(130, 128), nn.Linear(128, 67), nn.Linear(128, 128))
     report = convert(model)
     assert report.left == {
-        "0": "in_features 130: not a multiple of 128",
-        "1": "out_features 67: not a multiple of 128",
+        "0": "requested fp8, not converted: in_features 130: not a multiple of 128",
+        "1": "requested fp8, not converted: out_features 67: not a multiple of 128",
     }
     assert [layer.precision for layer in report.layers] == ["fp32", "fp32", "fp8"]
-    assert "0  fp32   in_features 130" in str(report)
-    shown = {one.name: one.reason for one in precision_map(find_layers(model))}
-    assert shown == {**report.left, "2": ""}
+    assert "0  fp32   requested fp8, not converted: in_features 130" in str(report)
+    emulated = "requested fp8, running fp32 products of FP8 codes: no block FP8 GEMM on this cpu"
+    model[1].to(torch.bfloat16)
+    shown = {one.name: (one.precision, one.reason) for one in precision_map(find_layers(model))}
+    assert shown == {"0": ("fp32", report.left["0"]), "1": ("bf16", report.left["1"]), "2": ("fp8", emulated)}
+    model[2].set_precision("bf16")
+    assert precision_map(find_layers(model))[2].reason == ""
 
 
 def test_tied_head_stays_with_its_embedding() -> None:
@@ -81,3 +92,142 @@ def test_demo_model_converts_completely() -> None:
     with torch.device("meta"):
         model = Decoder(demo())
     assert len(convert(model).converted) == 16
+
+
+@pytest.mark.parametrize("scaling", ["block", "tensorwise"])
+def test_a_llama_of_transformers_trains(scaling: str) -> None:
+    """Five steps lower the loss; all linears of its layers run in FP8, the head and what holds no linear say
+    what they run in."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=32, use_cache=False))
+    report = convert(model, Conversion(recipe=Recipe(scaling=scaling)))
+    assert len(report.converted) == 14
+    assert report.left == {"lm_head": "output head"}
+    assert [one.name for one in report.operations] == [
+        f"model.layers.{i}.self_attn: softmax" for i in range(2)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens, losses = torch.randint(64, (4, 32)), []
+    for _ in range(5):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_routers_stay_in_high_precision_whatever_their_size() -> None:
+    """B8: a router of 128 experts would fit; it is left, as are experts that share one tensor."""
+    class Mixture(nn.Module):
+        num_experts = 128
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    report = convert(Mixture())
+    assert report.converted == ("up",)
+    assert report.left["gate"].startswith("router: ")
+    mixtral = convert(MixtralForCausalLM(MixtralConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, num_local_experts=4)))
+    assert mixtral.left["model.layers.0.mlp.gate"].startswith("router: ")
+    assert "experts that lie in one tensor" in mixtral.left["model.layers.0.mlp.experts"]
+
+
+class Attention(nn.Module):
+    """Three projections of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(128, 128, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, *, between: float | None = None) -> Tensor:
+        q = self.q(x)
+        if between is not None:
+            x.mul_(between)
+        return q + self.k(x) * self.v(x)  # type: ignore[no-any-return]
+
+
+def attention(scaling: str, *, shared: bool = True) -> Attention:
+    torch.manual_seed(0)
+    model = Attention()
+    convert(model, Conversion(recipe=Recipe(scaling=scaling)))
+    if not shared:
+        for layer in model.children():
+            layer.shared = None  # type: ignore[assignment]
+    return model
+
+
+def saved_bytes(model: nn.Module, x: Tensor) -> int:
+    """Of distinct tensors as large as x."""
+    saved: dict[int, Tensor] = {}
+
+    def note(t: Tensor) -> Tensor:
+        if t.numel() == x.numel() and t.element_size() == 1:
+            saved[t.data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        model(x)
+    return sum(t.nbytes for t in saved.values())
+
+
+@pytest.mark.parametrize("scaling", ["block", "tensorwise"])
+def test_one_input_is_saved_once(scaling: str) -> None:
+    """Query, key and value save one byte an element together, with the gradients of three copies."""
+    x = torch.randn(256, 128)
+    assert saved_bytes(attention(scaling), x.clone().requires_grad_()) == x.numel()
+    assert saved_bytes(attention(scaling, shared=False), x.clone().requires_grad_()) == 3 * x.numel()
+    gradients = []
+    for model in (attention(scaling), attention(scaling, shared=False)):
+        given = x.clone().requires_grad_()
+        model(given).square().sum().backward()
+        gradients.append([given.grad, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("scaling", ["block", "tensorwise"])
+def test_an_input_changed_in_place_is_another_input(scaling: str) -> None:
+    """Its codes are its own; nothing is kept of an input or of codes that are gone."""
+    found = []
+    for shared in (True, False):
+        model = attention(scaling, shared=shared)
+        x = torch.randn(256, 128, generator=torch.Generator().manual_seed(1))
+        model(x, between=3.0).square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    model = attention(scaling)
+    y = model(torch.randn(256, 128))
+    kept = model.q.shared._kept
+    assert kept is not None
+    assert kept.input() is None
+    assert kept.codes() is not None
+    del y
+    assert kept.codes() is None
+
+
+def test_copies_share_among_themselves_only() -> None:
+    """A copy of a model has a place of its own for shared codes, empty at first, and pickles."""
+    model = attention("block")
+    y = model(torch.randn(256, 128))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.q.shared is other.k.shared is other.v.shared
+        assert other.q.shared is not model.q.shared
+        assert other.q.shared._kept is None
+    del y
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_sharing_goes_with_checkpointing(reentrant: bool) -> None:
+    """Gradients are the same bits with a recomputed forward."""
+    gradients = []
+    for checkpointed in (True, False):
+        model = attention("tensorwise")
+        x = torch.randn(256, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = checkpoint(model, x, use_reentrant=reentrant) if checkpointed else model(x)
+        torch.autograd.backward(y.square().sum())
+        gradients.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

@@ -12,9 +12,10 @@ from fp8scope.quantize import Quantized
 from fp8scope_trainer import gemm
 from fp8scope_trainer.call import Call, hand_over_forward, hand_over_gradient
 from fp8scope_trainer.recipe import quantize_rows, quantize_weight, sanitized
+from fp8scope_trainer.shared import Offer
 
 
-def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call) -> Tensor:
+def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call, offer: Offer | None) -> Tensor:
     """Y [M, N] of x [M, K] and weight [N, K], in the dtype of x."""
     recipe, clean = call.recipe, sanitized(x, call.recipe)
     if call.history is not None:
@@ -23,7 +24,7 @@ def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call) -> Tensor:
     row, w = quantize_rows(clean, recipe, call.scale, sums=sums), quantize_weight(weight, recipe)
     ctx.sample = None
     if call.differentiable or call.observer is not None:
-        column = quantize_rows(clean.t(), recipe, call.scale)
+        column = _columns(clean, call, offer)
         ctx.sample = hand_over_forward(call, x, weight, row.scales, column.scales, w.scales,
                                        summed=sums is not None)
         ctx.save_for_backward(column.codes, column.scales, w.codes, w.scales)
@@ -46,3 +47,13 @@ def backward(ctx: Any, dy: Tensor, call: Call) -> tuple[Tensor | None, Tensor | 
     if for_weight:
         dw = gemm.wgrad(column, Quantized(x_codes, x_scales, "tile 1x128"), dtype=ctx.weight_dtype)
     return dx, dw
+
+
+def _columns(x: Tensor, call: Call, offer: Offer | None) -> Quantized:
+    """x.t() in tiles along the tokens: those that another layer of the same input has saved, or its own."""
+    if offer is not None and offer.found is not None:
+        return Quantized(*offer.found, "tile 1x128")
+    column = quantize_rows(x.t(), call.recipe, call.scale)
+    if offer is not None:
+        offer.keep(column.codes, column.scales)
+    return column

@@ -28,6 +28,11 @@ class Call(NamedTuple):
     """Whether a backward pass can follow that asks for the gradient of the weight."""
 
     @property
+    def shareable(self) -> bool:
+        """Whether what this call saves can serve other layers of the same input."""
+        return self.differentiable and self.scale is None and self.precision == "fp8"
+
+    @property
     def watcher(self) -> LinearObserver | None:
         """The observer, if it wants this call's operands."""
         observer = self.observer

@@ -1,20 +1,29 @@
 """Turns the linears of a model into FP8 linears and says, layer by layer, what became of each."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from fp8scope.layers import fused_weights
+from fp8scope.routers import find_routers
 from fp8scope_protocol.commands import Precision
 from fp8scope_protocol.errors import Invalid, UnknownName
 from fp8scope_protocol.series import canonical_name, matching_names
 from fp8scope_protocol.wire import ModulePrecision
 from fp8scope_trainer.linear import Fp8Linear, unsuitable
 from fp8scope_trainer.recipe import Recipe
+from fp8scope_trainer.shared import SharedCodes
 
 HEAD_NAMES = frozenset({"head", "lm_head", "output", "output_layer", "embed_out"})
 """Last part of the names under which models keep their output head."""
+
+ROUTER = "router: near ties of its softmax decide where a token goes; kept in high precision"
+SOFTMAX = "attention's softmax: three bits of mantissa would round its probabilities; kept in high precision"
+REQUESTED = "requested fp8, not converted: "
+"""How the reason of a layer begins that would have been converted if it could."""
 
 Filter = Callable[[str, nn.Linear], bool]
 
@@ -37,6 +46,8 @@ class ConversionReport:
     """The precision map: every module with weights of its own, in the model's order."""
 
     layers: tuple[ModulePrecision, ...]
+    operations: tuple[ModulePrecision, ...] = ()
+    """What has no weights and stays in high precision: the softmax of each attention."""
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -45,12 +56,13 @@ class ConversionReport:
 
     @property
     def left(self) -> dict[str, str]:
-        """Linears that were not converted: name -> reason."""
-        return {layer.name: layer.reason for layer in self.layers if layer.reason}
+        """Layers that stay in high precision for a reason: name -> reason."""
+        return {layer.name: layer.reason for layer in self.layers if layer.reason and not layer.switchable}
 
     def __str__(self) -> str:
-        width = max((len(layer.name) for layer in self.layers), default=0)
-        lines = (f"{one.name:<{width}}  {one.precision:<6} {one.reason}".rstrip() for one in self.layers)
+        rows = self.layers + self.operations
+        width = max((len(one.name) for one in rows), default=0)
+        lines = (f"{one.name:<{width}}  {one.precision:<6} {one.reason}".rstrip() for one in rows)
         return "\n".join(lines)
 
 
@@ -59,23 +71,27 @@ def convert(
 ) -> ConversionReport:
     """Replaces suitable `nn.Linear`s of `model` in place; parameters and `state_dict` keys stay the same.
 
-    Embedding, head (by name, or tied to an embedding), norms, and linears whose sizes are not multiples of
-    128 stay as they are; `filter(name, linear)` keeps further ones by returning False. Call it before
-    `fully_shard` and before the optimizer. Delayed layers need `advance_histories` after each step.
+    Embedding, head (by name, or tied to an embedding), routers, norms, and linears whose sizes are not
+    multiples of 128 stay as they are; `filter(name, linear)` keeps further ones by returning False. Call it
+    before `fully_shard` and before the optimizer. Delayed layers need `advance_histories` after each step.
     """
     wanted = conversion or Conversion()
     linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
     embedded = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    reasons = {name: _reason(name, linear, embedded, filter) for name, linear in linears.items()}
+    routers = {id(router) for _, router, _ in find_routers(model)}
+    reasons = {name: ROUTER if id(linear) in routers else _reason(name, linear, embedded, filter)
+               for name, linear in linears.items()}
     chosen = [name for name, reason in reasons.items() if not reason]
     for name, reason in reasons.items():
         linears[name].precision_reason = reason  # type: ignore[assignment]  # a probe shows it
-    delayed = _delayed(wanted.delayed, chosen)
+    delayed, shared = _delayed(wanted.delayed, chosen), defaultdict[str, SharedCodes](SharedCodes)
+    late = replace(wanted.recipe, policy="delayed")
     for name in chosen:
-        recipe = replace(wanted.recipe, policy="delayed") if name in delayed else wanted.recipe
+        recipe = late if name in delayed else wanted.recipe
         layer = Fp8Linear.from_linear(linears[name], recipe=recipe, precision=wanted.precision)
+        layer.shared = shared[name.rpartition(".")[0]]
         model.set_submodule(name, layer)
-    return ConversionReport(layers=_precision_map(model, reasons))
+    return ConversionReport(layers=_precision_map(model, reasons, routers), operations=_softmaxes(model))
 
 
 def is_head(name: str) -> bool:
@@ -90,7 +106,7 @@ def _reason(name: str, linear: nn.Linear, embedded: set[Tensor], filter: Filter 
     if is_head(name):
         return "output head"
     if reason := unsuitable(linear.in_features, linear.out_features):
-        return reason
+        return f"{REQUESTED}{reason}"
     return "" if filter is None or filter(name, linear) else "left out by the filter"
 
 
@@ -104,15 +120,35 @@ def _delayed(patterns: tuple[str, ...], names: list[str]) -> set[str]:
     return chosen
 
 
-def _precision_map(model: nn.Module, reasons: dict[str, str]) -> tuple[ModulePrecision, ...]:
+def _precision_map(
+    model: nn.Module, reasons: dict[str, str], routers: set[int]
+) -> tuple[ModulePrecision, ...]:
     layers = []
     for name, module in model.named_modules():
         own: list[Tensor] = list(module.parameters(recurse=False))
         if isinstance(module, Fp8Linear):
-            layers.append(ModulePrecision(name=name, precision=module.precision, switchable=True))
+            layers.append(ModulePrecision(name=name, precision=module.precision, switchable=True,
+                                          reason=module.precision_reason))
         elif own:
-            precision = _DTYPES.get(own[0].dtype, str(own[0].dtype))
-            layers.append(ModulePrecision(name=name, precision=precision, reason=reasons.get(name, "")))
+            reason = ROUTER if id(module) in routers else reasons.get(name, "")
+            if not reason and fused_weights(module):
+                reason = f"{REQUESTED}experts that lie in one tensor have no FP8 product"
+            layers.append(ModulePrecision(name=name, precision=_dtype_of(own[0]), reason=reason))
     if not layers:
         raise Invalid("model", type(model).__name__, "has no parameters")
     return tuple(layers)
+
+
+def _softmaxes(model: nn.Module) -> tuple[ModulePrecision, ...]:
+    """Of every attention: a module of that name that holds no other one."""
+    found = []
+    for name, module in model.named_modules():
+        parts = [one for _, one in module.named_modules() if "attention" in type(one).__name__.lower()]
+        if parts == [module] and (weight := next(module.parameters(), None)) is not None:
+            found.append(ModulePrecision(name=f"{name}: softmax", precision=_dtype_of(weight),
+                                         reason=SOFTMAX))
+    return tuple(found)
+
+
+def _dtype_of(tensor: Tensor) -> str:
+    return _DTYPES.get(tensor.dtype, str(tensor.dtype))

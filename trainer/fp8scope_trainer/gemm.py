@@ -88,6 +88,13 @@ def tensorwise(
     return y[:rows] if rows % STEP else y
 
 
+def runs_natively(device: torch.device, scaling: str) -> bool:
+    """Whether tensor cores compute FP8 products of `scaling`, block or tensorwise; meta counts as yes."""
+    if device.type == "meta":
+        return True
+    return device.type == "cuda" and (_has_blocks if scaling == "block" else _has_tensorwise)(device)
+
+
 def rounded_matmul(a: Tensor, b: Tensor, *, dtype: torch.dtype) -> Tensor:
     """a [R, S] @ b [S, C] of operands rounded to BF16, accumulated in fp32, in `dtype`."""
     a, b = a.bfloat16(), b.bfloat16()

@@ -25,10 +25,11 @@ from fp8scope.observer import LinearObserver
 from fp8scope_protocol.commands import Precision
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import E4M3, TILE
-from fp8scope_trainer import block, rounded, tensorwise
+from fp8scope_trainer import block, gemm, rounded, tensorwise
 from fp8scope_trainer.call import Call
 from fp8scope_trainer.history import AmaxHistory
 from fp8scope_trainer.recipe import Recipe
+from fp8scope_trainer.shared import Offer, SharedCodes
 
 
 class Fp8Linear(nn.Linear):
@@ -38,6 +39,8 @@ class Fp8Linear(nn.Linear):
     """
 
     observer: LinearObserver | None
+    shared: SharedCodes | None
+    """Of layers that may be given the same input; `convert` sets it."""
     history: AmaxHistory | None
     """Of the activation, under delayed scaling."""
     gradient_history: AmaxHistory | None
@@ -53,6 +56,7 @@ class Fp8Linear(nn.Linear):
             raise Invalid("in_features, out_features", (in_features, out_features), reason)
         self.recipe = recipe or Recipe()
         self.observer = None
+        self.shared = None
         self._make_histories(device)
         self.set_precision(precision)
         self._running = self.precision
@@ -65,6 +69,15 @@ class Fp8Linear(nn.Linear):
         layer.weight, layer.bias = linear.weight, linear.bias
         layer._make_histories(linear.weight.device)
         return layer.train(linear.training)
+
+    @property
+    def precision_reason(self) -> str:
+        """Why FP8 runs in another way than asked; empty where it does not."""
+        kind = self.weight.device.type
+        if self.precision != "fp8" or gemm.runs_natively(self.weight.device, self.recipe.scaling):
+            return ""
+        return ("requested fp8, running fp32 products of FP8 codes: "
+                f"no {self.recipe.scaling} FP8 GEMM on this {kind}")
 
     def set_precision(self, precision: Precision) -> None:
         """Takes effect with the next forward. Call at a step boundary, on all ranks alike."""
@@ -81,10 +94,15 @@ class Fp8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if input.numel() == 0:
             return nn.functional.linear(input, self.weight, self.bias)
+        x = input
         if torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.get_autocast_dtype(input.device.type))
-        x = input.reshape(-1, self.in_features)
-        y: Tensor = _Product.apply(x, self.weight, self._call())  # type: ignore[no-untyped-call]
+            x = input.to(torch.get_autocast_dtype(input.device.type))
+        call = self._call()
+        offer = None
+        if self.shared is not None and call.shareable and not input.is_inference():
+            offer = self.shared.offer(input, self.recipe, x.dtype)
+        y: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            x.reshape(-1, self.in_features), self.weight, call, offer)
         y = y.view(*input.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -131,25 +149,25 @@ class _Product(torch.autograd.Function):
     """Y [M, N] = X [M, K] W^T, W [N, K], in the precision and recipe of its call."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call, offer: Offer | None) -> Tensor:
         ctx.call, ctx.weight_dtype, ctx.told = call, weight.dtype, _nothing
         with _exact(x):
-            return _product_of(call).forward(ctx, x, weight, call)
+            return _product_of(call).forward(ctx, x, weight, call, offer)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         call = ctx.call if ctx.told() is not dy else ctx.call._replace(observer=None)
         ctx.told = weakref.ref(dy)
         with _exact(dy):
             dx, dw = _product_of(call).backward(ctx, dy, call)
-        return dx, dw if dw is None else dw.to(ctx.weight_dtype), None
+        return dx, dw if dw is None else dw.to(ctx.weight_dtype), None, None
 
 
 class _Computation(Protocol):
     """A module that computes products."""
 
-    def forward(self, ctx: Any, x: Tensor, weight: Tensor, call: Call) -> Tensor:
+    def forward(self, ctx: Any, x: Tensor, weight: Tensor, call: Call, offer: Offer | None) -> Tensor:
         """Y."""
 
     def backward(self, ctx: Any, dy: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:

@@ -12,11 +12,12 @@ from fp8scope_protocol.formats import E4M3, Format
 from fp8scope_trainer import gemm
 from fp8scope_trainer.call import Call, hand_over_forward, hand_over_gradient
 from fp8scope_trainer.recipe import Recipe, block_scales, tile_scales
+from fp8scope_trainer.shared import Offer
 from fp8scope_trainer.tensorwise import tensor_scale
 
 
-def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call) -> Tensor:
-    """Y [M, N] of x [M, K] and weight [N, K], in the dtype of x."""
+def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call, offer: Offer | None) -> Tensor:
+    """Y [M, N] of x [M, K] and weight [N, K], in the dtype of x. Autograd shares x by itself."""
     if call.history is not None:
         call.history.observe(x)
     ctx.sample = None

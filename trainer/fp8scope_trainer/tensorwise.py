@@ -17,21 +17,26 @@ from fp8scope_protocol.formats import E4M3, Format
 from fp8scope_trainer import gemm
 from fp8scope_trainer.call import Call, hand_over_forward, hand_over_gradient
 from fp8scope_trainer.recipe import Recipe, sanitized
+from fp8scope_trainer.shared import Offer
 from fp8scope_trainer.tensor import amax_of, quantize_tensor
 from fp8scope_trainer.transpose import transposed
 
 
-def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call) -> Tensor:
+def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call, offer: Offer | None) -> Tensor:
     """Y [M, N] of x [M, K] and weight [N, K], in the dtype of x."""
     recipe = call.recipe
     two = recipe.power_of_two
-    q = quantize_tensor(sanitized(x, recipe), E4M3, scale=call.scale, power_of_two=two,
-                        turned=call.differentiable)
+    found = None if offer is None else offer.found
+    q = quantize_tensor(sanitized(x, recipe), E4M3, scale=call.scale if found is None else found[1],
+                        power_of_two=two, turned=call.differentiable and found is None)
+    turned = q.turned if found is None else found[0]
+    if offer is not None and q.turned is not None:
+        offer.keep(q.turned, q.scale)
     w = quantize_tensor(weight, E4M3, power_of_two=two)
     if call.history is not None:
         call.history.merge(q.amax)
     ctx.sample = hand_over_forward(call, x, weight, q.scale, q.scale, w.scale)
-    ctx.save_for_backward(q.turned, q.scale, w.codes, w.scale)
+    ctx.save_for_backward(turned, q.scale if found is None else found[1], w.codes, w.scale)
     return gemm.tensorwise(q.codes, q.scale, w.codes, w.scale, dtype=x.dtype, fast=True)
 
 
