@@ -16,6 +16,7 @@ from fp8scope_trainer.convert import Conversion, convert
 from fp8scope_trainer.decoder import Decoder, DecoderConfig, demo
 from fp8scope_trainer.linear import Fp8Linear
 from fp8scope_trainer.recipe import Recipe
+from fp8scope_trainer.shared import SharedCodes
 
 
 def small() -> Decoder:
@@ -50,7 +51,9 @@ def test_f2_a_layer_that_cannot_run_in_fp8_is_left_and_says_why() -> None:
     model[1].to(torch.bfloat16)
     shown = {one.name: (one.precision, one.reason) for one in precision_map(find_layers(model))}
     assert shown == {"0": ("fp32", report.left["0"]), "1": ("bf16", report.left["1"]), "2": ("fp8", emulated)}
-    model[2].set_precision("bf16")
+    last = model[2]
+    assert isinstance(last, Fp8Linear)
+    last.set_precision("bf16")
     assert precision_map(find_layers(model))[2].reason == ""
 
 
@@ -161,6 +164,12 @@ def attention(scaling: str, *, shared: bool = True) -> Attention:
     return model
 
 
+def shared_of(layer: nn.Module) -> SharedCodes:
+    assert isinstance(layer, Fp8Linear)
+    assert layer.shared is not None
+    return layer.shared
+
+
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
     """Of distinct tensors as large as x."""
     saved: dict[int, Tensor] = {}
@@ -201,7 +210,7 @@ def test_an_input_changed_in_place_is_another_input(scaling: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     model = attention(scaling)
     y = model(torch.randn(256, 128))
-    kept = model.q.shared._kept
+    kept = shared_of(model.q)._kept
     assert kept is not None
     assert kept.input() is None
     assert kept.codes() is not None
@@ -214,9 +223,9 @@ def test_copies_share_among_themselves_only() -> None:
     model = attention("block")
     y = model(torch.randn(256, 128))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other.q.shared is other.k.shared is other.v.shared
-        assert other.q.shared is not model.q.shared
-        assert other.q.shared._kept is None
+        assert shared_of(other.q) is shared_of(other.k) is shared_of(other.v)
+        assert shared_of(other.q) is not shared_of(model.q)
+        assert shared_of(other.q)._kept is None
     del y
 
 

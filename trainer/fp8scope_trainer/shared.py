@@ -10,9 +10,9 @@ backward pass that holds them, or at once where a hook stores saved tensors else
 offloading); then the next layer makes its own. Only under current scaling: a delayed scale is a layer's own.
 
 Rejected: keeping the codes of X itself as well, which the forward of the next layer could use: they would
-have to live as long as the input does, which can be until backward. A write that torch does not count (through
-`.data`, by a kernel of the job's own) between two layers of one input goes unnoticed; autograd's own check of
-saved tensors has the same limit.
+have to live as long as the input does, which can be until backward. A write that torch does not count
+(through `.data`, by a kernel of the job's own) between two layers of one input goes unnoticed; autograd's own
+check of saved tensors has the same limit.
 """
 
 import weakref
