@@ -41,6 +41,7 @@ SIZES = ((16384, 8192, 8192), (16384, 4096, 4096))
 """Tokens, in features, out features."""
 RECIPES = {
     "block": Recipe(),
+    "block, wgrad of blocks": Recipe(wgrad_activation="block"),
     "tensorwise": Recipe(scaling="tensorwise"),
     "tensorwise, e5m2 gradients": Recipe(scaling="tensorwise", gradient_format="e5m2"),
     "tensorwise, delayed": Recipe(scaling="tensorwise", policy="delayed"),
@@ -81,6 +82,7 @@ def quantizers(tokens: int, width: int, rounds: int) -> dict[str, Any]:
         "tiles": lambda: backend.quantize_tiles(x, E4M3),
         "tiles of x.t()": lambda: backend.quantize_tiles(x.t(), E4M3),
         "blocks": lambda: backend.quantize_blocks(x, E4M3),
+        "blocks of x.t()": lambda: backend.quantize_blocks(x.t(), E4M3),
         "transpose of codes": lambda: transposed(codes),
         "t().contiguous() of codes": lambda: codes.t().contiguous(),
     }

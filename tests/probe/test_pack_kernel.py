@@ -34,7 +34,8 @@ for key, x in torch.load(sys.argv[1]).items():
     options = {"power_of_two": key.endswith("power of two")}
     found = (pack_kernel.quantize_tiles(x, E4M3, **options),
              pack_kernel.quantize_tiles(x.t(), E4M3, **options),
-             pack_kernel.quantize_blocks(x, E4M3, **options))
+             pack_kernel.quantize_blocks(x, E4M3, **options),
+             pack_kernel.quantize_blocks(x.t(), E4M3, **options))
     answers[key] = [(q.codes.view(torch.uint8), q.scales) for q in found]
 torch.save(answers, sys.argv[2])
 """
@@ -61,14 +62,15 @@ def cases() -> dict[str, Tensor]:
 
 
 CASES = cases()
-WHAT = ("tiles", "tiles of x.t()", "blocks")
+WHAT = ("tiles", "tiles of x.t()", "blocks", "blocks of x.t()")
 
 
 def references(x: Tensor, *, power_of_two: bool = False) -> list[Quantized]:
-    """Tiles of x, of x.t(), and blocks."""
+    """Tiles of x, of x.t(), blocks of both."""
     return [quantize.quantize_tiles(x, E4M3, power_of_two=power_of_two),
             quantize.quantize_tiles(x.t(), E4M3, power_of_two=power_of_two),
-            quantize.quantize_blocks(x, E4M3, power_of_two=power_of_two)]
+            quantize.quantize_blocks(x, E4M3, power_of_two=power_of_two),
+            quantize.quantize_blocks(x.t(), E4M3, power_of_two=power_of_two)]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +141,8 @@ def test_codes_and_scales_are_the_references_to_the_bit(key: str, power_of_two: 
     for _ in range(2):
         found = (backend.quantize_tiles(x, E4M3, power_of_two=power_of_two),
                  backend.quantize_tiles(x.t(), E4M3, power_of_two=power_of_two),
-                 backend.quantize_blocks(x, E4M3, power_of_two=power_of_two))
+                 backend.quantize_blocks(x, E4M3, power_of_two=power_of_two),
+                 backend.quantize_blocks(x.t(), E4M3, power_of_two=power_of_two))
         for q, expected in zip(found, references(x, power_of_two=power_of_two), strict=True):
             assert torch.equal(q.codes.view(torch.uint8), expected.codes.view(torch.uint8))
             assert torch.equal(q.scales, expected.scales)
@@ -173,6 +176,6 @@ def test_more_than_two_to_the_31_elements() -> None:
     x[-128:, -128:] = normal((128, 128)).bfloat16().cuda()
     expected = references(x[-128:, -128:])
     tiles, columns = backend.quantize_tiles(x, E4M3), backend.quantize_tiles(x.t(), E4M3)
-    blocks = backend.quantize_blocks(x, E4M3)
-    for q, one in zip((tiles, columns, blocks), expected, strict=True):
+    blocks, turned = backend.quantize_blocks(x, E4M3), backend.quantize_blocks(x.t(), E4M3)
+    for q, one in zip((tiles, columns, blocks, turned), expected, strict=True):
         assert torch.equal(q.codes[-128:, -128:].view(torch.uint8), one.codes.view(torch.uint8))

@@ -173,6 +173,8 @@ def test_what_does_not_go_together_is_refused() -> None:
         ({"scaling": "rowwise"}, "must be one of block, tensorwise"),
         ({"gradient_format": "e5m2"}, "goes with scaling tensorwise"),
         ({"gradient_format": "int8"}, "must be one of e4m3, e5m2"),
+        ({"wgrad_activation": "row"}, "must be one of tile, block"),
+        ({"wgrad_activation": "block", "scaling": "tensorwise"}, "goes with scaling block"),
         ({"margin": 9}, "must be 0 to 8 bits"),
         ({"margin": 0.5}, "must be 0 to 8 bits"),
         ({"history_length": True}, "must be 1 to 1024 steps"),

@@ -10,7 +10,7 @@ from tests.trainer.test_tensorwise import operand, relative
 from torch import Tensor
 
 from fp8scope import backend
-from fp8scope.quantize import dequantize, quantize_tiles
+from fp8scope.quantize import dequantize, quantize_blocks, quantize_tiles
 from fp8scope.scope import Scope
 from fp8scope.testing import MemoryWorker
 from fp8scope_protocol.formats import E4M3
@@ -110,6 +110,60 @@ def test_block_products_on_the_gpu(m: int, n: int, k: int, kind: str) -> None:
         for name, y, wanted in zip(("fprop", "dgrad", "wgrad"), found, exact, strict=True):
             assert y.dtype == dtype
             assert relative(y, wanted) < most, f"{name} in {dtype}"
+
+
+@pytest.mark.parametrize("count", [1, 130, 256])
+@pytest.mark.parametrize("policy", ["current", "delayed"])
+def test_wgrad_takes_the_activation_in_blocks(count: int, policy: str) -> None:
+    """Opt-in: dW is the float64 product of tiles of dY^T and blocks of X^T, which the observer is told, in
+    FP8 and in shadow; fprop and dgrad are as before."""
+    layer, plain = layer_of(wgrad_activation="block", policy=policy), layer_of(policy=policy)
+    x, dy = operand("outliers", count, 256, 1), operand("random", count, 128, 2)
+    layer.observer = recorder = Recorder()
+    y = layer(x)
+    y.backward(dy)
+    assert torch.equal(y, plain(x))
+    scales = torch.ones(1, 1) if policy == "delayed" else None
+    blocks = quantize_blocks(x.t(), E4M3, scales=scales)
+    exact = dequantize(quantize_tiles(dy.t(), E4M3)).double() @ dequantize(blocks).double().t()
+    assert relative(layer.weight.grad, exact) < 1e-5
+    for precision in ("fp8", "shadow"):
+        layer.set_precision(precision)  # type: ignore[arg-type]
+        layer(x)
+        _, told, scaling, _ = recorder.tensors["activation", "columnwise"]
+        assert scaling == "block 128x128"
+        assert torch.equal(told.expand_as(blocks.scales), blocks.scales)
+
+
+def test_a_probe_measures_blocks_of_the_activation() -> None:
+    """The columnwise activation is a series of blocks, and the error of wgrad is that of blocks."""
+    layer, worker = layer_of(wgrad_activation="block"), MemoryWorker()
+    x = operand("outliers", 130, 256, 1)
+    with Scope(layer, (), worker=worker, every=1) as scope:
+        layer(x).square().sum().backward()
+        scope.step(0)
+    record = worker.record(0)
+    assert record.layout is not None
+    assert [e for e in record.events if e.kind == "probe_error"] == []
+    assert {s.scaling for s in record.layout.series if (s.role, s.orientation) == ("activation", "columnwise")
+            } == {"block 128x128"}
+    errors = [row["wgrad_row_error_max"] for key, row in worker.metrics(0).items()
+              if key[1:] == ("gradient", "columnwise")]
+    assert 0 < errors[0] < 1
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("kind", ["random", "positive", "outliers"])
+@pytest.mark.parametrize(("m", "n", "k"), [(128, 256, 384), (130, 256, 640), (640, 128, 256),
+                                           (65_536, 128, 256)])
+def test_wgrad_by_blocks_on_the_gpu(m: int, n: int, k: int, kind: str) -> None:
+    """The layout of scales: M/128 no multiple of 4, tokens that are padded, sums over 65,536 of them."""
+    x, dy = (operand(kind, *shape).bfloat16().cuda() for shape in ((m, k, 0), (m, n, 2)))
+    xt, dyt = backend.quantize_blocks(x.t(), E4M3), backend.quantize_tiles(dy.t(), E4M3)
+    exact = dequantize(dyt).double() @ dequantize(xt).double().t()
+    assert relative(gemm.wgrad(dyt, xt), exact) < 1e-3
+    assert relative(gemm.wgrad(dyt, xt, dtype=torch.bfloat16), exact) < 4e-3
 
 
 @pytest.mark.gpu

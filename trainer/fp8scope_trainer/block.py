@@ -1,7 +1,7 @@
 """The block-scaled FP8 product: 1 x 128 tiles of X and dY in both orientations, 128 x 128 blocks of W.
 
-Kept for backward: the codes of X^T in tiles along the tokens, one byte an element, and those of W, which are
-transposed when dgrad needs them.
+Kept for backward: the codes of X^T in tiles along the tokens, or on request in 128 x 128 blocks, one byte an
+element, and those of W, which are transposed when dgrad needs them.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8scope.quantize import Quantized
 from fp8scope_trainer import gemm
 from fp8scope_trainer.call import Call, hand_over_forward, hand_over_gradient
-from fp8scope_trainer.recipe import quantize_rows, quantize_weight, sanitized
+from fp8scope_trainer.recipe import quantize_for_wgrad, quantize_rows, quantize_weight, sanitized
 from fp8scope_trainer.shared import Offer
 
 
@@ -45,15 +45,15 @@ def backward(ctx: Any, dy: Tensor, call: Call) -> tuple[Tensor | None, Tensor | 
     if for_x:
         dx = gemm.dgrad(row, Quantized(w_codes, w_scales, "block 128x128"), dtype=dy.dtype)
     if for_weight:
-        dw = gemm.wgrad(column, Quantized(x_codes, x_scales, "tile 1x128"), dtype=ctx.weight_dtype)
+        dw = gemm.wgrad(column, Quantized(x_codes, x_scales, recipe.wgrad_scaling), dtype=ctx.weight_dtype)
     return dx, dw
 
 
 def _columns(x: Tensor, call: Call, offer: Offer | None) -> Quantized:
-    """x.t() in tiles along the tokens: those that another layer of the same input has saved, or its own."""
+    """x.t() as wgrad takes it: the codes that another layer of the same input has saved, or its own."""
     if offer is not None and offer.found is not None:
-        return Quantized(*offer.found, "tile 1x128")
-    column = quantize_rows(x.t(), call.recipe, call.scale)
+        return Quantized(*offer.found, call.recipe.wgrad_scaling)
+    column = quantize_for_wgrad(x, call.recipe, call.scale)
     if offer is not None:
         offer.keep(column.codes, column.scales)
     return column

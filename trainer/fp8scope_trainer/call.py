@@ -8,6 +8,7 @@ from fp8scope.gemm import WgradSample
 from fp8scope.observer import LinearObserver
 from fp8scope.sums import RowSums
 from fp8scope_protocol.commands import Precision
+from fp8scope_protocol.formats import TILE
 from fp8scope_trainer.history import AmaxHistory
 from fp8scope_trainer.recipe import Recipe
 
@@ -63,11 +64,13 @@ def hand_over_forward(
         watcher.tensor("activation", "rowwise", x, row, scaling=scaling, policy=recipe.policy,
                        power_of_two=two)
     if recipe.scaling == "block":
-        watcher.tensor("activation", "columnwise", x.t(), column, scaling=scaling, policy=recipe.policy,
-                       power_of_two=two)
+        watcher.tensor("activation", "columnwise", x.t(), column, scaling=recipe.wgrad_scaling,
+                       policy=recipe.policy, power_of_two=two)
     watcher.tensor("weight", "rowwise", weight, weight_scales, scaling=recipe.weight_scaling,
                    policy="current", power_of_two=two)
     watcher.gemm(x, weight, row, weight_scales, scaling=scaling, weight_scaling=recipe.weight_scaling)
+    if recipe.wgrad_activation == "block":  # as tiles, all rows of a block with one scale
+        column = column.repeat_interleave(TILE, dim=0)[:x.shape[1]]
     return watcher.sample(x, column)
 
 

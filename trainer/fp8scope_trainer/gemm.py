@@ -7,6 +7,7 @@ Operands are codes with dequantization scales; the product is that of the dequan
 | fprop | X [M, K], (M, K/128) stride (1, M)          | W.t(), (L4, N/128) stride (1, L4)                 |
 | dgrad | dY [M, N], (M, N/128) stride (1, M)         | W.t() made contiguous, its scales transposed      |
 | wgrad | dY^T [N, M], (N, M/128) stride (1, N)       | X^T [K, M] .t(), (K, M/128) stride (1, K)         |
+|       |                                             | or in blocks, (L4, K/128) stride (1, L4) of M/128 |
 
 L4 is K/128 rounded up to a multiple of 4; a scale laid out in another way gives wrong numbers, not an error.
 A block's scale does not depend on its orientation, so the weight's transpose for dgrad is exact: codes are
@@ -53,7 +54,7 @@ def dgrad(dy: Quantized, weight: Quantized, *, dtype: torch.dtype) -> Tensor:
 
 
 def wgrad(dy_t: Quantized, x_t: Quantized, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """dW [N, K] in `dtype` from dy_t [N, M] and x_t [K, M], both in tiles along the tokens.
+    """dW [N, K] in `dtype` from dy_t [N, M] in tiles along the tokens and x_t [K, M] in tiles or in blocks.
 
     The sum is in fp32 and rounded once.
     """
@@ -61,6 +62,8 @@ def wgrad(dy_t: Quantized, x_t: Quantized, *, dtype: torch.dtype = torch.float32
         return (dequantize(dy_t) @ dequantize(x_t).t()).to(dtype)
     tokens = -dy_t.codes.shape[1] % TILE
     a, b = _pad(dy_t.codes, columns=tokens), _pad(x_t.codes, columns=tokens)
+    if x_t.scaling == "block 128x128":
+        return _by_block(Quantized(a, dy_t.scales, dy_t.scaling), b.t(), x_t.scales, dtype)
     return F.scaled_mm(
         a, b.t(), _outer_major(dy_t.scales), F.ScalingType.BlockWise1x128,
         _outer_major(x_t.scales), F.ScalingType.BlockWise1x128,

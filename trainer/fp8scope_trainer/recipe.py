@@ -10,6 +10,7 @@ gradients take the scales of their histories and are read once instead of twice;
 and is read again anyway, stays with current scaling.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from fp8scope_protocol.formats import E4M3, E5M2, SCALE_POLICIES, TILE, Format
 from fp8scope_trainer.history import LONGEST
 
 RECIPES = ("block", "tensorwise")
+WGRAD_ACTIVATIONS = {"tile": "tile 1x128", "block": "block 128x128"}
 GRADIENT_FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 
 
@@ -42,13 +44,19 @@ class Recipe:
     """Bits of headroom that a delayed scale adds."""
     power_of_two: bool = False
     """Current scales rounded up to a power of two: at most one bit of range for exact re-quantization."""
+    wgrad_activation: str = "tile"
+    """How wgrad takes the activation of the block recipe: in `tile`s along the tokens or in `block`s of
+    128 x 128, for which Hopper has a faster product and which hold less range."""
     sanitize: bool = False
     """FP8 takes NaN and Inf of activations and gradients as 0. They are still counted, but a gradient scaler
     no longer sees them."""
 
     def __post_init__(self) -> None:
         _check("scaling", self.scaling, RECIPES)
-        _check("gradient_format", self.gradient_format, tuple(GRADIENT_FORMATS))
+        _check("gradient_format", self.gradient_format, GRADIENT_FORMATS)
+        _check("wgrad_activation", self.wgrad_activation, WGRAD_ACTIVATIONS)
+        if self.wgrad_activation == "block" and self.scaling != "block":
+            raise Invalid("wgrad_activation", "block", "goes with scaling block")
         _check("policy", self.policy, SCALE_POLICIES)
         if self.gradient_format == "e5m2" and self.scaling == "block":
             raise Invalid("gradient_format", "e5m2",
@@ -67,6 +75,11 @@ class Recipe:
         return "tile 1x128" if self.scaling == "block" else "tensorwise"
 
     @property
+    def wgrad_scaling(self) -> str:
+        """Of the activation in wgrad."""
+        return WGRAD_ACTIVATIONS[self.wgrad_activation] if self.scaling == "block" else "tensorwise"
+
+    @property
     def weight_scaling(self) -> str:
         """Of weights."""
         return "block 128x128" if self.scaling == "block" else "tensorwise"
@@ -82,22 +95,23 @@ class Recipe:
         return GRADIENT_FORMATS[self.gradient_format]
 
 
-def quantize_both(
-    x: Tensor, recipe: Recipe, scale: Tensor | None = None, *, sums: RowSums | None = None
-) -> tuple[Quantized, Quantized]:
-    """x [R, C] in tiles along its rows, and x.t() [C, R] in tiles along its columns.
-
-    scale: the delayed one, [1, 1], for every tile. sums: to which the round trip of the former is added.
-    """
-    return quantize_rows(x, recipe, scale, sums=sums), quantize_rows(x.t(), recipe, scale)
-
-
 def quantize_rows(
     x: Tensor, recipe: Recipe, scale: Tensor | None = None, *, sums: RowSums | None = None
 ) -> Quantized:
-    """x [R, C] in tiles along its rows; see `quantize_both`."""
+    """x [R, C] in tiles along its rows; the columnwise orientation is that of x.t().
+
+    scale: the delayed one, [1, 1], for every tile. sums: to which the round trip is added.
+    """
     two = recipe.power_of_two and scale is None
     return backend.quantize_tiles(x, E4M3, scales=scale, power_of_two=two, out=sums)
+
+
+def quantize_for_wgrad(x: Tensor, recipe: Recipe, scale: Tensor | None = None) -> Quantized:
+    """The activation x [M, K], turned: x.t() in tiles along the tokens, or in blocks."""
+    if recipe.wgrad_activation == "tile":
+        return quantize_rows(x.t(), recipe, scale)
+    two = recipe.power_of_two and scale is None
+    return backend.quantize_blocks(x.t(), E4M3, scales=scale, power_of_two=two)
 
 
 def quantize_weight(weight: Tensor, recipe: Recipe) -> Quantized:
@@ -117,12 +131,14 @@ def tile_scales(x: Tensor, recipe: Recipe, scale: Tensor | None = None) -> Tenso
     return scale.expand(x.shape[0], -(-x.shape[1] // TILE))
 
 
-def block_scales(weight: Tensor, recipe: Recipe) -> Tensor:
-    """The scales [ceil(N / 128), ceil(K / 128)] with which weight [N, K] would be quantized."""
-    return scale_of(block_amax(weight), E4M3, power_of_two=recipe.power_of_two)
+def block_scales(x: Tensor, recipe: Recipe, scale: Tensor | None = None) -> Tensor:
+    """The scales [ceil(R / 128), ceil(C / 128)] with which x [R, C] would be quantized in blocks."""
+    if scale is None:
+        return scale_of(block_amax(x), E4M3, power_of_two=recipe.power_of_two)
+    return scale.expand(-(-x.shape[0] // TILE), -(-x.shape[1] // TILE))
 
 
-def _check(name: str, value: object, accepted: tuple[str, ...]) -> None:
+def _check(name: str, value: object, accepted: Iterable[str]) -> None:
     if value not in accepted:
         raise Invalid(name, value, f"must be one of {', '.join(accepted)}")
 

@@ -23,6 +23,8 @@ def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call, offer: Offer | None
     ctx.sample = None
     if call.watcher is not None:
         row, column = _scales(x, E4M3, call.recipe, call.scale)
+        if call.recipe.wgrad_activation == "block":
+            column = block_scales(x.t(), call.recipe, call.scale)
         ctx.sample = hand_over_forward(call, x, weight, row, column, _weight_scales(weight, call.recipe))
     ctx.save_for_backward(x.bfloat16(), weight)
     return gemm.rounded_matmul(x, weight.t(), dtype=x.dtype)
