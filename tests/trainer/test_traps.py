@@ -128,7 +128,7 @@ def test_wgrad_takes_the_activation_in_blocks(count: int, policy: str) -> None:
     exact = dequantize(quantize_tiles(dy.t(), E4M3)).double() @ dequantize(blocks).double().t()
     assert relative(layer.weight.grad, exact) < 1e-5
     for precision in ("fp8", "shadow"):
-        layer.set_precision(precision)  # type: ignore[arg-type]
+        layer.set_precision(precision)
         layer(x)
         _, told, scaling, _ = recorder.tensors["activation", "columnwise"]
         assert scaling == "block 128x128"

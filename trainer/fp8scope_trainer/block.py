@@ -11,7 +11,13 @@ from torch import Tensor
 from fp8scope.quantize import Quantized
 from fp8scope_trainer import gemm
 from fp8scope_trainer.call import Call, hand_over_forward, hand_over_gradient
-from fp8scope_trainer.recipe import quantize_for_wgrad, quantize_rows, quantize_weight, sanitized
+from fp8scope_trainer.recipe import (
+    quantize_both,
+    quantize_for_wgrad,
+    quantize_rows,
+    quantize_weight,
+    sanitized,
+)
 from fp8scope_trainer.shared import Offer
 
 
@@ -39,7 +45,7 @@ def backward(ctx: Any, dy: Tensor, call: Call) -> tuple[Tensor | None, Tensor | 
     recipe, clean = call.recipe, sanitized(dy, call.recipe)
     for_x, for_weight = ctx.needs_input_grad[:2]
     sums = call.sums("gradient", dy, policy="current")
-    row, column = quantize_rows(clean, recipe, sums=sums), quantize_rows(clean.t(), recipe)
+    row, column = quantize_both(clean, recipe, sums=sums)
     hand_over_gradient(call, dy, row.scales, column.scales, ctx.sample, summed=sums is not None)
     dx = dw = None
     if for_x:

@@ -10,7 +10,7 @@ gradients take the scales of their histories and are read once instead of twice;
 and is read again anyway, stays with current scaling.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +106,13 @@ def quantize_rows(
     return backend.quantize_tiles(x, E4M3, scales=scale, power_of_two=two, out=sums)
 
 
+def quantize_both(
+    x: Tensor, recipe: Recipe, scale: Tensor | None = None, *, sums: RowSums | None = None
+) -> tuple[Quantized, Quantized]:
+    """x [R, C] and x.t() [C, R], each in tiles along its rows."""
+    return quantize_rows(x, recipe, scale, sums=sums), quantize_rows(x.t(), recipe, scale)
+
+
 def quantize_for_wgrad(x: Tensor, recipe: Recipe, scale: Tensor | None = None) -> Quantized:
     """The activation x [M, K], turned: x.t() in tiles along the tokens, or in blocks."""
     if recipe.wgrad_activation == "tile":
@@ -138,7 +145,7 @@ def block_scales(x: Tensor, recipe: Recipe, scale: Tensor | None = None) -> Tens
     return scale.expand(-(-x.shape[0] // TILE), -(-x.shape[1] // TILE))
 
 
-def _check(name: str, value: object, accepted: Iterable[str]) -> None:
+def _check(name: str, value: object, accepted: Collection[str]) -> None:
     if value not in accepted:
         raise Invalid(name, value, f"must be one of {', '.join(accepted)}")
 
