@@ -20,6 +20,7 @@ from fp8scope_server import demo
 from fp8scope_server.app import create_app
 from fp8scope_server.settings import ServerSettings
 from fp8scope_trainer import options
+from fp8scope_trainer.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -90,6 +91,23 @@ def test_the_rule_in_the_docs_is_a_rule() -> None:
     block = text[text.index("rules/rescue\n") + len("rules/rescue\n"):]
     body = block[:block.index("\n    }\n") + len("\n    }\n")]
     assert msgspec.json.decode(body, type=Rule).name == "rescue"
+
+
+def test_every_option_of_a_recipe_is_listed() -> None:
+    """With its default."""
+    text = (DOCS / "linear.md").read_text()
+    for one in fields(Recipe):
+        shown = str(one.default) if type(one.default) is int else f"`{one.default}`"
+        assert f"| `{one.name}` | {shown} |" in text
+
+
+def test_the_example_of_a_linear_runs() -> None:
+    """As it stands; it prints a map that names the layer that cannot run in FP8."""
+    code = re.findall(r"```python\n(.*?)```", (DOCS / "linear.md").read_text(), re.DOTALL)[0]
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=False, capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "requested fp8, not converted: out_features 10" in done.stdout
 
 
 def test_the_code_in_the_docs_runs(tmp_path: Path) -> None:
