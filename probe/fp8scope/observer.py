@@ -6,7 +6,8 @@ that the numbers describe the live recipe and not a guess about it. Handing over
 inactive: check `active` first. An observer never raises and never keeps a reference to `x`.
 """
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -62,6 +63,22 @@ class StateObserver(Protocol):
         """One quantized state of `parameter` (local shard). x [R, C] is what was encoded, `codes` the
         result, one to an element, in `format`. For exp_avg_sq the role's x is sqrt(v). A format or scaling
         that the probe has no name for is told as not observed."""
+
+
+class Told(NamedTuple):
+    """How an operand will be handed over, in the words of a series."""
+
+    format: str
+    scaling: str
+    policy: str
+
+
+@runtime_checkable
+class Announcing(Protocol):
+    """A quantized linear that knows beforehand what it will tell its observer."""
+
+    def operands(self) -> Mapping[tuple[str, str], Told]:
+        """By role and orientation."""
 
 
 @runtime_checkable

@@ -27,6 +27,7 @@ from fp8scope.layers import (
     parameter_places,
     weight_of,
 )
+from fp8scope.observer import Announcing
 from fp8scope.rows import Rows
 from fp8scope.sharding import unreadable
 from fp8scope.states import ROLES, is_high_precision, is_measurable, state_series
@@ -85,6 +86,10 @@ def _series(
 ) -> Iterator[Series]:
     """What an operand is measured in: as it is cast, where that is known, and as what-ifs."""
     layer = probe.layer
+    if layer.in_situ and isinstance(layer.module, Announcing):
+        if (told := layer.module.operands().get((role, orientation))) is not None:
+            yield probe.series(role, orientation, parse_format(told.format), told.scaling, told.policy)
+        return
     if role == "gradient" and layer.engine == "LayerNormMLP":
         gemm = 1
     cast = layer.cast(role, orientation, gemm)

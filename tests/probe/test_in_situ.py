@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from fp8scope.planned import plan_layers
 from fp8scope.quantize import quantize_tiles
 from fp8scope.roundtrip import round_trip
 from fp8scope.scope import Scope
@@ -187,3 +188,18 @@ def test_one_scale_a_tensor_is_measured_as_it_is(policy: str, detail: int) -> No
     first = worker.metrics(0)
     assert 0 < first["0", "activation", "rowwise"]["gemm_error"] < 1
     assert 0 < first["0", "gradient", "rowwise"]["wgrad_row_error_max"] < 1
+
+
+@pytest.mark.parametrize("recipe", [
+    Recipe(), Recipe(policy="delayed"), Recipe(wgrad_activation="block"),
+    Recipe(scaling="tensorwise", gradient_format="e5m2"), Recipe(scaling="tensorwise", policy="delayed")])
+def test_a_plan_foretells_what_a_layer_hands_over(recipe: Recipe) -> None:
+    """The series of a plan are those of a step, in every recipe."""
+    model, worker = model_of(recipe), MemoryWorker()
+    planned = {plan.series for plan in plan_layers(model, (), tokens=130)}
+    with Scope(model, (), worker=worker, every=1) as scope:
+        model(torch.randn(130, 128)).square().sum().backward()
+        scope.step(0)
+    layout = worker.record(0).layout
+    assert layout is not None
+    assert planned == set(layout.series)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp8scope.observer import LinearObserver
+from fp8scope.observer import LinearObserver, Told
 from fp8scope_protocol.commands import Precision
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import E4M3, TILE
@@ -69,6 +69,10 @@ class Fp8Linear(nn.Linear):
         layer.weight, layer.bias = linear.weight, linear.bias
         layer._make_histories(linear.weight.device)
         return layer.train(linear.training)
+
+    def operands(self) -> dict[tuple[str, str], Told]:
+        """What the observer is told of in FP8 and in shadow."""
+        return self.recipe.operands()
 
     @property
     def precision_reason(self) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8scope import backend
+from fp8scope.observer import Told
 from fp8scope.quantize import Quantized, block_amax, scale_of, tile_amax
 from fp8scope.sums import RowSums
 from fp8scope_protocol.errors import Invalid
@@ -78,6 +79,17 @@ class Recipe:
     def wgrad_scaling(self) -> str:
         """Of the activation in wgrad."""
         return WGRAD_ACTIVATIONS[self.wgrad_activation] if self.scaling == "block" else "tensorwise"
+
+    def operands(self) -> dict[tuple[str, str], Told]:
+        """What an observer is told of, by role and orientation."""
+        activation = Told("e4m3", self.operand_scaling, self.policy)
+        gradient = Told(self.gradient_format, self.operand_scaling, self.gradient_policy)
+        found = {("activation", "rowwise"): activation, ("gradient", "rowwise"): gradient,
+                 ("weight", "rowwise"): Told("e4m3", self.weight_scaling, "current")}
+        if self.scaling == "block":
+            found["activation", "columnwise"] = activation._replace(scaling=self.wgrad_scaling)
+            found["gradient", "columnwise"] = gradient
+        return found
 
     @property
     def weight_scaling(self) -> str:
