@@ -88,12 +88,10 @@ def quantizers(tokens: int, width: int, rounds: int) -> dict[str, Any]:
     }
     scale = torch.ones(1, 1, device="cuda")
     bytes_of = {"copy": 4, "transpose of codes": 2, "t().contiguous() of codes": 2}
-    for shape in tensor_kernel.SHAPES:
-        for given, turned in product((None, scale), (False, True)):
-            name = f"tensor, {'current' if given is None else 'delayed'}{', both' if turned else ''}, {shape}"
-            bytes_of[name] = (4 if given is None else 2) + 1 + turned
-            calls[name] = partial(tensor_kernel.quantize_tensor, x, E4M3, scale=given, turned=turned,
-                                  shape=shape)
+    for given, turned in product((None, scale), (False, True)):
+        name = f"tensor, {'current' if given is None else 'delayed'}{', both' if turned else ''}"
+        bytes_of[name] = (4 if given is None else 2) + 1 + turned
+        calls[name] = partial(tensor_kernel.quantize_tensor, x, E4M3, scale=given, turned=turned)
     us = alternating_us(calls, rounds)
     moved = {name: x.numel() * bytes_of.get(name, 3) for name in us}
     copied = moved["copy"] / us["copy"]

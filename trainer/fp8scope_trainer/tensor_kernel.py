@@ -47,9 +47,15 @@ SHAPES = ((64, 2), (64, 4), (128, 4), (128, 8))
 
 _EDGE = tl.constexpr(TILE)
 _HUGE = tl.constexpr(2.0**90)
-_NAN = tl.constexpr(float("nan"))
+_NAN = tl.constexpr(0x7FC00000)  # its bits: Triton compares constants, and NaN is not equal to itself
 _PARTIALS = 1024  # programs of the first pass, at most
 _BLOCK = 4096  # pairs that one of them reads at a time
+
+
+@triton.jit
+def _nan(like: tl.tensor) -> tl.tensor:
+    """NaN, shaped like an int32."""
+    return (like * 0 + _NAN).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -156,9 +162,9 @@ def _codes_kernel(x_ptr: tl.tensor, codes_ptr: tl.tensor, turned_ptr: tl.tensor,
     else:
         slots = tl.arange(0, PARTIALS)
         bits = tl.max(tl.load(partials_ptr + slots, mask=slots < count, other=0), axis=0)
-        scale = tl.where(bits < INFINITY, scale_of(bits, LARGEST, POWER_OF_TWO), _NAN)
+        scale = tl.where(bits < INFINITY, scale_of(bits, LARGEST, POWER_OF_TWO), _nan(bits))
         tl.store(scale_ptr, scale, mask=program == 0)
-        amax = tl.where(bits < INFINITY, bits.to(tl.float32, bitcast=True), _NAN)
+        amax = tl.where(bits < INFINITY, bits.to(tl.float32, bitcast=True), _nan(bits))
         tl.store(amax_ptr, amax, mask=program == 0)
     x, x1 = widen(x)
     y, y1 = widen(y)
@@ -188,8 +194,8 @@ def _close_kernel(partials_ptr: tl.tensor, scale_ptr: tl.tensor, used_ptr: tl.te
     for first in range(0, count, BLOCK):
         most = tl.maximum(most, tl.load(partials_ptr + first + slots, mask=first + slots < count, other=0))
     bits = tl.max(most, axis=0)
-    tl.store(amax_ptr, tl.where(bits < INFINITY, bits.to(tl.float32, bitcast=True), _NAN))
-    tl.store(used_ptr, tl.where(bits < INFINITY, tl.load(scale_ptr), _NAN))
+    tl.store(amax_ptr, tl.where(bits < INFINITY, bits.to(tl.float32, bitcast=True), _nan(bits)))
+    tl.store(used_ptr, tl.where(bits < INFINITY, tl.load(scale_ptr), _nan(bits)))
 
 
 def fits(x: Tensor) -> bool:
