@@ -1,0 +1,169 @@
+"""One rank of the jobs of the checkpoint tests: `python checkpoint_job.py RANK RANKS STORE PLAN`.
+
+PLAN is a JSON file, a list of runs: each trains from its checkpoint, if it is to load one, to a step, saves
+there if it is to, and writes what it found as OUT.RANK. Also imported by the tests, for one process.
+"""
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import fp8scope
+from fp8scope_protocol.errors import Fp8scopeError
+from fp8scope_trainer.adamw import AdamW, parameter_groups
+from fp8scope_trainer.checkpoint import load, save
+from fp8scope_trainer.convert import Conversion, convert
+from fp8scope_trainer.data import batch_at
+from fp8scope_trainer.decoder import Decoder, DecoderConfig
+from fp8scope_trainer.history import AmaxHistory, advance_histories
+from fp8scope_trainer.linear import Fp8Linear
+from fp8scope_trainer.recipe import quantize_weight
+from fp8scope_trainer.shard import shard
+
+CONFIG = DecoderConfig(width=128, layers=2, heads=2, kv_heads=1, head_width=64, hidden=128, context=32)
+
+
+class Odd(nn.Module):
+    """Rows that no number of ranks divides: 33 on 2 or 4 ranks; 2 leave ranks of 4 with none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(200, 33)
+        self.narrow = nn.Linear(33, 2, bias=False)
+        self.table = nn.Parameter(torch.randn(2, 2100))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.narrow(self.wide(x)) @ self.table
+        return y
+
+
+def decoder(states: str, ranks: int) -> tuple[nn.Module, AdamW]:
+    """Of a fixed seed; FP8, one layer under delayed scaling."""
+    torch.manual_seed(0)
+    model: nn.Module = Decoder(CONFIG)
+    convert(model, Conversion(delayed=("layers.1.mlp.gate_up",)))
+    shard(model, stage=2 if ranks > 1 else 0)
+    return model, AdamW(parameter_groups(model, states=states), lr=1e-3, eps=1e-5, seed=7)
+
+
+def odd(states: str, ranks: int) -> tuple[nn.Module, AdamW]:
+    """Of a fixed seed."""
+    torch.manual_seed(0)
+    model: nn.Module = Odd()
+    shard(model, stage=2 if ranks > 1 else 0)
+    return model, AdamW(model.parameters(), lr=1e-3, states=states)
+
+
+def decoder_loss(model: nn.Module, step: int, rank: int, ranks: int) -> Tensor:
+    text = (torch.arange(20_000) * 2654435761 % 251).to(torch.uint8)
+    tokens, targets = batch_at(text, step=step, batch=4 // ranks, length=32, rank=rank, ranks=ranks)
+    noise = 1e-3 * torch.rand(())  # resumed only if torch's generator is
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()) * (1 + noise)
+
+
+def odd_loss(model: nn.Module, step: int, rank: int, ranks: int) -> Tensor:
+    del rank, ranks  # the same data on every rank: the gradients of any number are alike
+    x = torch.randn(8, 200, generator=torch.Generator().manual_seed(step))
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def run(plan: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
+    """One run of a plan; see `found` for what it returns."""
+    make, loss_of = (odd, odd_loss) if plan.get("model") == "odd" else (decoder, decoder_loss)
+    model, optimizer = make(plan["states"], ranks)
+    at = 0
+    loaded = {}
+    if "load" in plan:
+        one = load(plan["load"], model, optimizer)
+        at, loaded = one.step, {"data": one.data_position, "extra": one.extra, "random": one.random_restored}
+        loaded["state"] = found(model, optimizer)
+    attached = nullcontext() if "spool" not in plan else fp8scope.attach(
+        model, optimizer, run="resumed", every=2, collector="offline", spool=plan["spool"], resume=at > 0)
+    losses = []
+    with attached as scope:
+        for step in range(at, plan["stop"]):
+            losses.append(step_of(model, optimizer, loss_of(model, step, rank, ranks), step, ranks))
+            if scope is not None:
+                scope.step(step)
+    if "save" in plan:
+        save(plan["save"], model, optimizer, step=plan["stop"], data_position=plan["stop"] * 4,
+             extra={"note": "kept"})
+    return {"losses": losses, "loaded": loaded} | found(model, optimizer)
+
+
+def step_of(model: nn.Module, optimizer: AdamW, loss: Tensor, step: int, ranks: int) -> float:
+    """One step; at the fourth the precision of a layer is switched, and stays."""
+    torch.autograd.backward(loss)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3 / (1 + step)
+    optimizer.step()
+    optimizer.zero_grad()
+    advance_histories(model)
+    if step == 3 and isinstance(model, Decoder):
+        layer = model.get_submodule("layers.0.attention.qkv")
+        assert isinstance(layer, Fp8Linear)
+        layer.set_precision("bf16")
+    mean = loss.detach().clone()
+    if ranks > 1:
+        dist.all_reduce(mean)
+    return mean.item() / ranks
+
+
+def found(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
+    """Every bit that a job goes on with: parameters, states, weight codes, histories, precisions."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    weights = {name: whole(p) for name, p in model.named_parameters()}
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, Fp8Linear)}
+    codes = {name: quantize_weight(weights[f"{name}.weight"], m.recipe) for name, m in linears.items()}
+    return {
+        "parameters": weights,
+        "states": {f"{names[id(p)]}.{key}": bits(whole(value)) for p, state in optimizer.state.items()
+                   for key, value in state.items()},
+        "codes": {name: bits(q.codes) for name, q in codes.items()},
+        "scales": {name: q.scales for name, q in codes.items()},
+        "histories": {name: (m.amaxes.clone(), torch.tensor(m.cursor)) for name, m in model.named_modules()
+                      if isinstance(m, AmaxHistory)},
+        "precisions": {name: m.precision for name, m in linears.items()},
+        "lr": [group["lr"] for group in optimizer.param_groups],
+    }
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    if tensor.element_size() == 1:  # gloo refuses some of these dtypes
+        like = DTensor.from_local(tensor.to_local().view(torch.uint8), tensor.device_mesh, tensor.placements,
+                                  run_check=False, shape=tensor.shape, stride=tensor.stride())
+        return like.full_tensor()
+    return tensor.full_tensor().detach().clone()
+
+
+def main(rank: int, ranks: int, store: str, plan: str) -> None:
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    for one in json.loads(Path(plan).read_text()):
+        try:
+            result = run(one, rank, ranks)
+        except Fp8scopeError as error:
+            result = {"error": str(error)}
+        torch.save(result, f"{one['out']}.{rank}")
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

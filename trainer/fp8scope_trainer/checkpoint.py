@@ -1,0 +1,271 @@
+"""Checkpoints of a job: saved on any number of ranks, loaded on any other, resumed to the bit.
+
+    save("checkpoints", model, optimizer, step=500, data_position=500)
+    at = load("checkpoints", model, optimizer).step
+
+PyTorch's DCP writes and reads the tensors; each rank its own rows. What is in a checkpoint, by DCP's names:
+
+    model.NAME                      the state_dict
+    optimizer.state.NAME.KEY        moments, codes and scales as they are, never decoded; and `step`
+    optimizer.param_groups          as torch's own get_optimizer_state_dict names them, for readers other than us
+    histories.NAME.amaxes, ...      delayed scaling: without it the first steps would take other scales
+    rng.rankN.cpu, .cuda            torch's generators, restored if the world size is the same
+
+The same names as torch.distributed.checkpoint.state_dict gives, but not through its get_optimizer_state_dict:
+that one runs a step of an optimizer that has made none, and a mistake in format would be cast away. Targets
+are made from the checkpoint's own dtypes and shapes, after `checkpoint_check` has compared the manifests.
+
+FP8 weights are not stored: their codes are a function of the fp32 weights, which are. A checkpoint of codes
+would be decoded and encoded again, and 5 % of its blocks would change their scale (that was measured by others).
+"""
+
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fp8scope_protocol.errors import Invalid
+from fp8scope_trainer import checkpoint_folder, manifest
+from fp8scope_trainer.checkpoint_check import RESTORED, check
+from fp8scope_trainer.checkpoint_folder import NotSaved
+from fp8scope_trainer.checkpoint_progress import LoadPlanner, Meter, SavePlanner
+from fp8scope_trainer.job import Names, describe
+from fp8scope_trainer.manifest import Job, Manifest
+from fp8scope_trainer.rank_agreement import on_all_ranks, on_first_rank
+
+Content = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """What a checkpoint says beyond model and optimizer."""
+
+    path: Path
+    step: int
+    """The number of the next step."""
+    data_position: int | None
+    extra: dict[str, Any]
+    random_restored: bool
+    """Whether torch's generators go on where they were; False on another world size."""
+
+
+def save(
+    folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None, *, step: int,
+    data_position: int | None = None, extra: dict[str, Any] | None = None,
+) -> Path:
+    """Writes a checkpoint into `folder` and returns its path. Call it on every rank, between two steps.
+
+    step: steps that have been made, the number of the next one. extra: anything JSON can hold; rank 0's counts.
+    Raises `Invalid` if something of somebody else is in the way, `NotSaved` if the disk is full or fails.
+    Either way, and if the job is killed at any moment, the checkpoints that were there can be loaded.
+    """
+    root, names = Path(folder), Names(model)
+    job = describe(names, optimizer)
+    record = Manifest(step=step, data_position=data_position, world_size=_world_size(), job=job,
+                      versions=manifest.versions(), extra=extra or {})
+    content = _content(names, optimizer, job)
+    partial = on_first_rank(lambda: checkpoint_folder.begin(root, step))
+    try:
+        with Meter(f"save step {step}") as meter, _quiet():
+            dcp.save(content, storage_writer=dcp.FileSystemWriter(partial), planner=SavePlanner(meter),
+                     no_dist=not dist.is_initialized())
+    except CheckpointException as failed:
+        on_first_rank(lambda: checkpoint_folder.give_up(root))
+        raise NotSaved(f"the checkpoint of step {step} could not be written in {root}: {_cause(failed)}; "
+                       "those before it are untouched") from failed
+    return on_first_rank(lambda: _finish(root, partial, record))
+
+
+def load(
+    folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None, *, changed: Collection[str] = ()
+) -> Loaded:
+    """Loads the newest checkpoint of `folder`, or the one that `folder` is, on any number of ranks.
+
+    Call it on every rank, after `convert`, `shard` and making the optimizer, and before a probe is attached.
+    changed: names of options that differ from the checkpoint's on purpose and stay as the job has them, of
+    groups (`weight_decay`, `betas`, `lr`), or `seed`, `order`, `precision`, `recipe`.
+    Raises `Invalid` with both sides of the first mismatch, before anything is loaded.
+    """
+    path = Path(on_first_rank(lambda: str(checkpoint_folder.find(folder))))
+    record = on_first_rank(lambda: _checked_files(path))
+    names = Names(model)
+    own = describe(names, optimizer)
+    on_all_ranks(lambda: check(record, own, changed))
+    reader = dcp.FileSystemReader(path)
+    known = reader.read_metadata().state_dict_metadata
+    content = {"model": names.state, "histories": _history_tensors(names)} | _generators_to_load(record, known)
+    if optimizer is not None:
+        content["optimizer"] = {"state": on_all_ranks(lambda: _targets(names, optimizer, record, known))}
+    read(content, reader, name=f"load step {record.step}")
+    set_model_state_dict(model, names.state)
+    _restore_layers(names, content["histories"], record.job, changed)
+    if optimizer is not None:
+        _restore_optimizer(names, optimizer, content["optimizer"]["state"], record.job, own, changed)
+    return Loaded(path=path, step=record.step, data_position=record.data_position, extra=record.extra,
+                  random_restored=_restore_random(content))
+
+
+def read(content: Content, reader: dcp.FileSystemReader, *, name: str) -> None:
+    """Fills the tensors of `content`, in place; `Invalid` tells which bytes could not be read."""
+    try:
+        with Meter(name) as meter, _quiet():
+            dcp.load(content, storage_reader=reader, planner=LoadPlanner(meter),
+                     no_dist=not dist.is_initialized())
+    except CheckpointException as failed:
+        raise Invalid("checkpoint", str(reader.checkpoint_id),
+                      f"is damaged, and what was loaded of it must not be used: {_cause(failed)}") from failed
+
+
+def _checked_files(path: Path) -> Manifest:
+    record = manifest.read(path)
+    manifest.check_files(path, record)
+    return record
+
+
+def _finish(root: Path, partial: Path, record: Manifest) -> Path:
+    try:
+        manifest.write(partial, replace(record, files=manifest.sizes(partial)))
+    except OSError as error:
+        checkpoint_folder.give_up(root)
+        raise NotSaved(f"the checkpoint of step {record.step} could not be written in {root}: "
+                       f"{error.strerror}; those before it are untouched") from error
+    return checkpoint_folder.publish(root, record.step)
+
+
+def _content(names: Names, optimizer: Optimizer | None, job: Job) -> Content:
+    content: Content = {"model": names.state, "histories": _history_tensors(names)}
+    content["rng"] = {f"rank{_rank()}": _generators()}
+    if optimizer is None:
+        return content
+    optimized = names.optimized(optimizer)
+    states = {name: dict(optimizer.state[parameter]) for name, (_, parameter) in optimized.items()
+              if optimizer.state.get(parameter)}
+    groups = [options | {"params": [name for name, (group, _) in optimized.items() if group == number]}
+              for number, options in enumerate(job.groups)]
+    content["optimizer"] = {"state": states, "param_groups": groups}
+    return content
+
+
+def _history_tensors(names: Names) -> dict[str, dict[str, Tensor]]:
+    return {name: {"amaxes": one.amaxes, "pending": one.pending, "cursor": torch.tensor(one.cursor)}
+            for name, one in names.histories().items()}
+
+
+def _generators() -> dict[str, Tensor]:
+    found = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _generators_to_load(record: Manifest, known: Collection[str]) -> Content:
+    """Those of this rank that the checkpoint has; none on another world size."""
+    if record.world_size != _world_size():
+        return {}
+    found = {key: value for key, value in _generators().items() if f"rng.rank{_rank()}.{key}" in known}
+    return {"rng": {f"rank{_rank()}": found}} if found else {}
+
+
+def _targets(
+    names: Names, optimizer: Optimizer, record: Manifest, known: dict[str, Any]
+) -> dict[str, dict[str, Tensor]]:
+    """Empty states in the dtypes and shapes of the checkpoint, placed like their parameters."""
+    targets: dict[str, dict[str, Tensor]] = {}
+    for name, (_, parameter) in names.optimized(optimizer).items():
+        for key in record.job.optimized[name].stored:
+            entry = known.get(f"optimizer.state.{name}.{key}")
+            if not isinstance(entry, TensorStorageMetadata):
+                raise Invalid("checkpoint", f"of step {record.step}", f"lacks {key} of {name}; copy it again")
+            device = torch.device("cpu") if key == "step" else parameter.device
+            targets.setdefault(name, {})[key] = _target(parameter, entry, device)
+    return targets
+
+
+def _target(parameter: Tensor, entry: TensorStorageMetadata, device: torch.device) -> Tensor:
+    if not isinstance(parameter, DTensor) or not entry.size:
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+    here, whole = parameter.to_local().shape, parameter.shape
+    size = [here[i] if i < len(whole) and length == whole[i] else length
+            for i, length in enumerate(entry.size)]
+    part = torch.empty(size, dtype=entry.properties.dtype, device=device)
+    return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False,
+                              shape=entry.size, stride=torch.empty(entry.size, device="meta").stride())
+
+
+def _restore_layers(names: Names, histories: Content, saved: Job, changed: Collection[str]) -> None:
+    for name, history in names.histories().items():
+        history.cursor = int(histories[name]["cursor"])
+    for name, layer in names.layers().items():
+        if "precision" not in changed and name in saved.layers:
+            layer.set_precision(saved.layers[name].precision)
+
+
+def _restore_optimizer(
+    names: Names, optimizer: Optimizer, states: dict[str, dict[str, Tensor]], saved: Job, own: Job,
+    changed: Collection[str],
+) -> None:
+    """Through the optimizer's own `load_state_dict`, which numbers parameters where we name them."""
+    numbers = {name: number for number, name in enumerate(own.optimized)}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        members = [name for name, one in own.optimized.items() if one.group == number]
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append(options | _restored(members, saved, changed) | {"params": [numbers[n] for n in members]})
+    optimizer.load_state_dict({"state": {numbers[name]: state for name, state in states.items()},
+                               "param_groups": groups})
+
+
+def _restored(members: list[str], saved: Job, changed: Collection[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in members:
+        group = saved.groups[saved.optimized[name].group]
+        for option in RESTORED:
+            if option not in changed and option in group:
+                if found.setdefault(option, group[option]) != group[option]:
+                    raise Invalid(option, found[option], f"the checkpoint has {group[option]} for {name}, in "
+                                                         f"another group; load with changed=({option!r},)")
+    return found
+
+
+def _restore_random(content: Content) -> bool:
+    if "rng" not in content:
+        return False
+    found = content["rng"][f"rank{_rank()}"]
+    torch.set_rng_state(found["cpu"])
+    if "cuda" in found:
+        torch.cuda.set_rng_state(found["cuda"])
+    return True
+
+
+def _cause(failed: CheckpointException) -> str:
+    rank, (error, _) = next(iter(failed.failures.items()))
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"{text.splitlines()[0] if text else type(error).__name__} (rank {rank})"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns that one process is one process, and of what torch itself has deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
