@@ -12,6 +12,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "sync": ("fp8scope.sync", "all", "bring what offline jobs spooled to the collector"),
     "doctor": ("fp8scope.doctor", "all", "tell what a probe would measure of your model, and its cost"),
     "train": ("fp8scope_trainer.train", "trainer", "train the reference decoder with the probe attached"),
+    "convert-checkpoint": ("fp8scope_trainer.conversion_command", "trainer",
+                           "write a checkpoint with its optimizer states in another format"),
 }
 
 USAGE_ERROR = 2
@@ -52,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {name:<8} {what}" for name, (_, _, what) in COMMANDS.items()]
+    lines = [f"  {name:<18} {what}" for name, (_, _, what) in COMMANDS.items()]
     return "\n".join(["usage: fp8scope COMMAND ...", "", *lines, "", "fp8scope COMMAND --help tells more."])
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import fp8scope
 from fp8scope_protocol.errors import Fp8scopeError
+from fp8scope_trainer.adam import Adam
 from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.checkpoint import load, save
 from fp8scope_trainer.convert import Conversion, convert
@@ -25,9 +26,13 @@ from fp8scope_trainer.data import batch_at
 from fp8scope_trainer.decoder import Decoder, DecoderConfig
 from fp8scope_trainer.history import AmaxHistory, advance_histories
 from fp8scope_trainer.linear import Fp8Linear
+from fp8scope_trainer.lion import Lion
+from fp8scope_trainer.optimizer import StateOptimizer
 from fp8scope_trainer.recipe import quantize_weight
+from fp8scope_trainer.sgd import SGD
 from fp8scope_trainer.shard import shard
 
+OPTIMIZERS: dict[str, Any] = {"AdamW": AdamW, "Adam": Adam, "SGD": SGD, "Lion": Lion}
 CONFIG = DecoderConfig(width=128, layers=2, heads=2, kv_heads=1, head_width=64, hidden=128, context=32)
 
 
@@ -45,21 +50,23 @@ class Odd(nn.Module):
         return y
 
 
-def decoder(states: str, ranks: int) -> tuple[nn.Module, AdamW]:
+def decoder(plan: dict[str, Any], ranks: int) -> tuple[nn.Module, StateOptimizer]:
     """Of a fixed seed; FP8, one layer under delayed scaling."""
     torch.manual_seed(0)
     model: nn.Module = Decoder(CONFIG)
     convert(model, Conversion(delayed=("layers.1.mlp.gate_up",)))
     shard(model, stage=2 if ranks > 1 else 0)
-    return model, AdamW(parameter_groups(model, states=states), lr=1e-3, eps=1e-5, seed=7)
+    kind = OPTIMIZERS[plan.get("optimizer", "AdamW")]
+    groups = parameter_groups(model, states=plan["states"], block=plan.get("block"))
+    return model, kind(groups, lr=1e-3, seed=7, warmup_steps=plan.get("warm_up", 0))
 
 
-def odd(states: str, ranks: int) -> tuple[nn.Module, AdamW]:
+def odd(plan: dict[str, Any], ranks: int) -> tuple[nn.Module, StateOptimizer]:
     """Of a fixed seed."""
     torch.manual_seed(0)
     model: nn.Module = Odd()
     shard(model, stage=2 if ranks > 1 else 0)
-    return model, AdamW(model.parameters(), lr=1e-3, states=states)
+    return model, AdamW(model.parameters(), lr=1e-3, states=plan["states"])
 
 
 def decoder_loss(model: nn.Module, step: int, rank: int, ranks: int) -> Tensor:
@@ -79,7 +86,7 @@ def odd_loss(model: nn.Module, step: int, rank: int, ranks: int) -> Tensor:
 def run(plan: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     """One run of a plan; see `found` for what it returns."""
     make, loss_of = (odd, odd_loss) if plan.get("model") == "odd" else (decoder, decoder_loss)
-    model, optimizer = make(plan["states"], ranks)
+    model, optimizer = make(plan, ranks)
     at = 0
     loaded = {}
     if "load" in plan:
@@ -100,7 +107,7 @@ def run(plan: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     return {"losses": losses, "loaded": loaded} | found(model, optimizer)
 
 
-def step_of(model: nn.Module, optimizer: AdamW, loss: Tensor, step: int, ranks: int) -> float:
+def step_of(model: nn.Module, optimizer: StateOptimizer, loss: Tensor, step: int, ranks: int) -> float:
     """One step; at the fourth the precision of a layer is switched, and stays."""
     torch.autograd.backward(loss)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -119,7 +126,7 @@ def step_of(model: nn.Module, optimizer: AdamW, loss: Tensor, step: int, ranks: 
     return mean.item() / ranks
 
 
-def found(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
+def found(model: nn.Module, optimizer: StateOptimizer) -> dict[str, Any]:
     """Every bit that a job goes on with: parameters, states, weight codes, histories, precisions."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     weights = {name: whole(p) for name, p in model.named_parameters()}
@@ -145,11 +152,14 @@ def bits(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
-    if tensor.element_size() == 1:  # gloo refuses some of these dtypes
-        like = DTensor.from_local(tensor.to_local().view(torch.uint8), tensor.device_mesh, tensor.placements,
-                                  run_check=False, shape=tensor.shape, stride=tensor.stride())
-        return like.full_tensor()
-    return tensor.full_tensor().detach().clone()
+    here = tensor.to_local().detach()
+    if tensor.element_size() < 4:  # gloo refuses some of these dtypes
+        here = here.view(torch.uint8 if tensor.element_size() == 1 else torch.int16).int()
+    like = DTensor.from_local(here, tensor.device_mesh, tensor.placements, run_check=False,
+                              shape=tensor.shape, stride=tensor.stride()).full_tensor()
+    if tensor.element_size() < 4:
+        return like.to(torch.uint8 if tensor.element_size() == 1 else torch.int16).view(tensor.dtype)
+    return like.clone()
 
 
 def main(rank: int, ranks: int, store: str, plan: str) -> None:

@@ -7,7 +7,7 @@ PyTorch's DCP writes and reads the tensors; each rank its own rows. What is in a
 
     model.NAME                      the state_dict
     optimizer.state.NAME.KEY        moments, codes and scales as they are, never decoded; and `step`
-    optimizer.param_groups          as torch's own get_optimizer_state_dict names them, for readers other than us
+    optimizer.param_groups          as torch's get_optimizer_state_dict gives them, for other readers
     histories.NAME.amaxes, ...      delayed scaling: without it the first steps would take other scales
     rng.rankN.cpu, .cuda            torch's generators, restored if the world size is the same
 
@@ -15,22 +15,20 @@ The same names as torch.distributed.checkpoint.state_dict gives, but not through
 that one runs a step of an optimizer that has made none, and a mistake in format would be cast away. Targets
 are made from the checkpoint's own dtypes and shapes, after `checkpoint_check` has compared the manifests.
 
-FP8 weights are not stored: their codes are a function of the fp32 weights, which are. A checkpoint of codes
-would be decoded and encoded again, and 5 % of its blocks would change their scale (that was measured by others).
+FP8 weights are not stored: their codes are a function of the fp32 weights, which are. Codes in a
+checkpoint would be decoded and encoded again at load, which changed the scale of 5 % of blocks elsewhere
+(NVIDIA/Megatron-LM#6666).
 """
 
-import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -39,13 +37,10 @@ from torch.optim import Optimizer
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer import checkpoint_folder, manifest
 from fp8scope_trainer.checkpoint_check import RESTORED, check
-from fp8scope_trainer.checkpoint_folder import NotSaved
-from fp8scope_trainer.checkpoint_progress import LoadPlanner, Meter, SavePlanner
+from fp8scope_trainer.checkpoint_storage import Content, read, save_content
 from fp8scope_trainer.job import Names, describe
 from fp8scope_trainer.manifest import Job, Manifest
 from fp8scope_trainer.rank_agreement import on_all_ranks, on_first_rank
-
-Content = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,25 +62,15 @@ def save(
 ) -> Path:
     """Writes a checkpoint into `folder` and returns its path. Call it on every rank, between two steps.
 
-    step: steps that have been made, the number of the next one. extra: anything JSON can hold; rank 0's counts.
+    step: steps that have been made, the number of the next one. extra: what JSON can hold, of rank 0.
     Raises `Invalid` if something of somebody else is in the way, `NotSaved` if the disk is full or fails.
     Either way, and if the job is killed at any moment, the checkpoints that were there can be loaded.
     """
-    root, names = Path(folder), Names(model)
+    names = Names(model)
     job = describe(names, optimizer)
     record = Manifest(step=step, data_position=data_position, world_size=_world_size(), job=job,
                       versions=manifest.versions(), extra=extra or {})
-    content = _content(names, optimizer, job)
-    partial = on_first_rank(lambda: checkpoint_folder.begin(root, step))
-    try:
-        with Meter(f"save step {step}") as meter, _quiet():
-            dcp.save(content, storage_writer=dcp.FileSystemWriter(partial), planner=SavePlanner(meter),
-                     no_dist=not dist.is_initialized())
-    except CheckpointException as failed:
-        on_first_rank(lambda: checkpoint_folder.give_up(root))
-        raise NotSaved(f"the checkpoint of step {step} could not be written in {root}: {_cause(failed)}; "
-                       "those before it are untouched") from failed
-    return on_first_rank(lambda: _finish(root, partial, record))
+    return save_content(Path(folder), _content(names, optimizer, job), record)
 
 
 def load(
@@ -95,7 +80,7 @@ def load(
 
     Call it on every rank, after `convert`, `shard` and making the optimizer, and before a probe is attached.
     changed: names of options that differ from the checkpoint's on purpose and stay as the job has them, of
-    groups (`weight_decay`, `betas`, `lr`), or `seed`, `order`, `precision`, `recipe`.
+    groups (`weight_decay`, `seed`, `lr`), or `order`, `precision`, `recipe`.
     Raises `Invalid` with both sides of the first mismatch, before anything is loaded.
     """
     path = Path(on_first_rank(lambda: str(checkpoint_folder.find(folder))))
@@ -103,9 +88,10 @@ def load(
     names = Names(model)
     own = describe(names, optimizer)
     on_all_ranks(lambda: check(record, own, changed))
-    reader = dcp.FileSystemReader(path)
+    reader = FileSystemReader(path)
     known = reader.read_metadata().state_dict_metadata
-    content = {"model": names.state, "histories": _history_tensors(names)} | _generators_to_load(record, known)
+    content: Content = {"model": names.state, "histories": _history_tensors(names)}
+    content |= _generators_to_load(record, known)
     if optimizer is not None:
         content["optimizer"] = {"state": on_all_ranks(lambda: _targets(names, optimizer, record, known))}
     read(content, reader, name=f"load step {record.step}")
@@ -117,31 +103,10 @@ def load(
                   random_restored=_restore_random(content))
 
 
-def read(content: Content, reader: dcp.FileSystemReader, *, name: str) -> None:
-    """Fills the tensors of `content`, in place; `Invalid` tells which bytes could not be read."""
-    try:
-        with Meter(name) as meter, _quiet():
-            dcp.load(content, storage_reader=reader, planner=LoadPlanner(meter),
-                     no_dist=not dist.is_initialized())
-    except CheckpointException as failed:
-        raise Invalid("checkpoint", str(reader.checkpoint_id),
-                      f"is damaged, and what was loaded of it must not be used: {_cause(failed)}") from failed
-
-
 def _checked_files(path: Path) -> Manifest:
     record = manifest.read(path)
     manifest.check_files(path, record)
     return record
-
-
-def _finish(root: Path, partial: Path, record: Manifest) -> Path:
-    try:
-        manifest.write(partial, replace(record, files=manifest.sizes(partial)))
-    except OSError as error:
-        checkpoint_folder.give_up(root)
-        raise NotSaved(f"the checkpoint of step {record.step} could not be written in {root}: "
-                       f"{error.strerror}; those before it are untouched") from error
-    return checkpoint_folder.publish(root, record.step)
 
 
 def _content(names: Names, optimizer: Optimizer | None, job: Job) -> Content:
@@ -165,7 +130,7 @@ def _history_tensors(names: Names) -> dict[str, dict[str, Tensor]]:
 
 def _generators() -> dict[str, Tensor]:
     found = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         found["cuda"] = torch.cuda.get_rng_state()
     return found
 
@@ -222,7 +187,8 @@ def _restore_optimizer(
     for number, group in enumerate(optimizer.param_groups):
         members = [name for name, one in own.optimized.items() if one.group == number]
         options = {key: value for key, value in group.items() if key != "params"}
-        groups.append(options | _restored(members, saved, changed) | {"params": [numbers[n] for n in members]})
+        options |= _restored(members, saved, changed)
+        groups.append(options | {"params": [numbers[name] for name in members]})
     optimizer.load_state_dict({"state": {numbers[name]: state for name, state in states.items()},
                                "param_groups": groups})
 
@@ -232,10 +198,11 @@ def _restored(members: list[str], saved: Job, changed: Collection[str]) -> dict[
     for name in members:
         group = saved.groups[saved.optimized[name].group]
         for option in RESTORED:
-            if option not in changed and option in group:
-                if found.setdefault(option, group[option]) != group[option]:
-                    raise Invalid(option, found[option], f"the checkpoint has {group[option]} for {name}, in "
-                                                         f"another group; load with changed=({option!r},)")
+            if option in changed or option not in group:
+                continue
+            if found.setdefault(option, group[option]) != group[option]:
+                raise Invalid(option, found[option], f"the checkpoint has {group[option]} for {name}, in "
+                                                     f"another group; load with changed=({option!r},)")
     return found
 
 
@@ -247,20 +214,6 @@ def _restore_random(content: Content) -> bool:
     if "cuda" in found:
         torch.cuda.set_rng_state(found["cuda"])
     return True
-
-
-def _cause(failed: CheckpointException) -> str:
-    rank, (error, _) = next(iter(failed.failures.items()))
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return f"{text.splitlines()[0] if text else type(error).__name__} (rank {rank})"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """DCP warns that one process is one process, and of what torch itself has deprecated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _rank() -> int:

@@ -18,7 +18,7 @@ RESTORED = ("lr", "initial_lr")
 """Options of a group that are taken from the checkpoint."""
 FORMATS = ("states", "block")
 """Options of a group that are compared parameter by parameter, by what they come to."""
-PER_JOB = ("seed", "order", "precision", "recipe")
+PER_JOB = ("order", "precision", "recipe")
 SHOWN = 3
 AS_SAVED = "make the model as it was when it was saved"
 
@@ -95,8 +95,6 @@ def _check_states(saved: Job, own: Job) -> None:
 
 
 def _check_options(saved: Job, own: Job, changed: Collection[str]) -> None:
-    if "seed" not in changed and saved.seed is not None and saved.seed != own.seed:
-        raise Invalid("seed", own.seed, f"the checkpoint has {saved.seed}; {_either('seed')}")
     for name, mine in own.optimized.items():
         theirs = saved.optimized[name]
         if "order" not in changed and theirs.number not in (None, mine.number):

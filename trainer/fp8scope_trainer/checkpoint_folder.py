@@ -8,8 +8,8 @@ A checkpoint is written beside the others, made durable, renamed to its name, an
 it: at every moment `latest` names a checkpoint that is whole. One that replaces another of the same step gets
 a name of its own (step-00000005.1); the older goes after `latest` has moved on.
 
-What is not ours (see `is_whole`) is never replaced or removed. Rejected: one rename over the older checkpoint,
-which no system does for folders that hold files; a copy of it, which takes its space once more.
+What is not ours (see `is_whole`) is never replaced or removed. Rejected: one rename over the older
+checkpoint, which no system does for folders that hold files.
 """
 
 import os

@@ -1,6 +1,7 @@
 """A live model and its optimizer under the names that a checkpoint knows them by."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -12,8 +13,11 @@ from torch.optim import Optimizer
 from fp8scope.observer import Switchable, switchable_layers
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.series import canonical_name
+from fp8scope_trainer.groups import format_of_group
 from fp8scope_trainer.history import AmaxHistory
 from fp8scope_trainer.manifest import Job, Layer, Optimized, plain
+from fp8scope_trainer.optimizer import StateOptimizer
+from fp8scope_trainer.state_format import StateFormat
 
 
 class Names:
@@ -60,13 +64,12 @@ def describe(names: Names, optimizer: Optimizer | None) -> Job:
         kind = type(optimizer)
         parts = {
             "optimizer": f"{kind.__module__.partition('.')[0]}.{kind.__name__}",
-            "rule": _rule(optimizer),
-            "seed": getattr(optimizer, "seed", None),
+            "rule": optimizer.rule.name if isinstance(optimizer, StateOptimizer) else "",
             "groups": [{key: plain(value) for key, value in group.items() if key not in _NAMES_IN_GROUP}
                        for group in optimizer.param_groups],
             "optimized": {
                 name: Optimized(number=number, group=group, states=states_of(optimizer, group, parameter),
-                                stored=_stored(optimizer.state.get(parameter, {})))
+                                stored=stored_dtypes(optimizer.state.get(parameter, {})))
                 for number, (name, (group, parameter)) in enumerate(names.optimized(optimizer).items())},
         }
     embedded = {id(m.weight) for m in names.model.modules() if isinstance(m, nn.Embedding)}
@@ -81,12 +84,22 @@ def describe(names: Names, optimizer: Optimizer | None) -> Job:
 
 def states_of(optimizer: Optimizer, group: int, parameter: Tensor) -> str:
     """What the moments of `parameter` are stored in: `fp32`, `int8 in blocks of 1024`."""
-    told = getattr(optimizer, "format_of", None)
-    if told is None:
+    if not isinstance(optimizer, StateOptimizer):
         return "fp32" if parameter.dtype == torch.float32 else _short(parameter.dtype)
-    name = str(told(parameter))
-    block = optimizer.param_groups[group].get("block")
-    return f"{name} in blocks of {block}" if block and name not in ("fp32", "bf16", "fp8") else name
+    name = optimizer.format_of(parameter)
+    asked = format_of_group(optimizer.param_groups[group])
+    return shown(asked if asked.name == name else StateFormat.of(name))
+
+
+def shown(format: StateFormat) -> str:
+    """As a manifest says it: `fp32`, `int8 in blocks of 1024`."""
+    return f"{format.name} in blocks of {format.block}" if format.block else format.name
+
+
+def parsed(text: str) -> StateFormat:
+    """Inverse of `shown`."""
+    name, _, block = text.partition(" in blocks of ")
+    return StateFormat.of(name, int(block) if block else None)
 
 
 def entry_of(value: Any) -> str:
@@ -99,13 +112,9 @@ def entry_of(value: Any) -> str:
 _NAMES_IN_GROUP = ("params", "param_names")
 
 
-def _stored(state: dict[str, Any]) -> dict[str, str]:
+def stored_dtypes(state: Mapping[str, Any]) -> dict[str, str]:
+    """Key -> dtype of the tensors of one parameter's state."""
     return {key: _short(value.dtype) for key, value in state.items() if isinstance(value, Tensor)}
-
-
-def _rule(optimizer: Optimizer) -> str:
-    rule = getattr(optimizer, "rule", None)
-    return "" if rule is None else rule if isinstance(rule, str) else type(rule).__name__
 
 
 def _recipe(layer: Switchable) -> dict[str, Any]:

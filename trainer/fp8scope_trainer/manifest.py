@@ -1,7 +1,7 @@
 """What a checkpoint says of itself: `fp8scope.json`, small, readable, and checked when it is loaded.
 
-DCP knows names, shapes and dtypes. It does not know that bytes are codes, of which format, in which blocks, by
-which optimizer and with which options, and would load any of them into any other of the same shape.
+DCP knows names, shapes and dtypes. It does not know that bytes are codes, of which format, in which blocks,
+by which optimizer and with which options, and would load any of them into any other of the same shape.
 """
 
 import json
@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from fp8scope_protocol.bounds import check_whole
+from fp8scope_protocol.commands import Precision
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.checkpoint_folder import MANIFEST
 
@@ -39,7 +40,7 @@ class Optimized:
 class Layer:
     """One layer whose precision can be switched."""
 
-    precision: str
+    precision: Precision
     recipe: dict[str, Any] = field(default_factory=dict)
 
 
@@ -56,7 +57,6 @@ class Job:
     """Library and class: `fp8scope_trainer.AdamW`, `torch.AdamW`; empty without one."""
     rule: str = ""
     """The update rule by the optimizer's own name for it, if it has one."""
-    seed: int | None = None
     groups: list[dict[str, Any]] = field(default_factory=list)
     """Options of each parameter group."""
     optimized: dict[str, Optimized] = field(default_factory=dict)

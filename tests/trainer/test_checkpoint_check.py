@@ -1,0 +1,139 @@
+"""Every difference between a checkpoint and a job is an error with both sides, and loads nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fp8scope_protocol.errors import Invalid, UnknownName
+from fp8scope_trainer.adam import Adam
+from fp8scope_trainer.adamw import AdamW
+from fp8scope_trainer.checkpoint import load, save
+from fp8scope_trainer.convert import Conversion, convert
+from fp8scope_trainer.history import advance_histories
+from fp8scope_trainer.recipe import Recipe
+
+
+def model_of(*, width: int = 128, recipe: Recipe | None = None, extra: bool = False) -> nn.Module:
+    """Two linears in FP8, of a fixed seed."""
+    torch.manual_seed(0)
+    layers = {"up": nn.Linear(width, 128), "down": nn.Linear(128, 128, bias=False)}
+    if extra:
+        layers["more"] = nn.Linear(128, 128)
+    model = nn.Sequential()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+    convert(model, Conversion(recipe=recipe or Recipe()))
+    return model
+
+
+def adamw(model: nn.Module, **options: Any) -> AdamW:
+    return AdamW(model.parameters(), **({"lr": 1e-3, "states": "int8"} | options))
+
+
+def trained(model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        model(torch.ones(4, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        advance_histories(model)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two steps of AdamW with int8 states."""
+    model = model_of()
+    optimizer = adamw(model)
+    trained(model, optimizer)
+    save(tmp_path, model, optimizer, step=2)
+    return tmp_path
+
+
+Case = tuple[Callable[[], nn.Module], Callable[[nn.Module], Optimizer], str]
+
+CASES: dict[str, Case] = {
+    "states": (model_of, lambda m: adamw(m, states="fp8"),
+               r"states = 'fp8 in blocks of 128 \(up\.weight and 1 more\)': the checkpoint holds int8 in "
+               r"blocks of 1024; .*convert-checkpoint FROM TO --states fp8 --block 128"),
+    "block": (model_of, lambda m: adamw(m, block=256),
+              r"int8 in blocks of 256 .* the checkpoint holds int8 in blocks of 1024"),
+    "rule": (model_of, lambda m: Adam(m.parameters(), states="int8"),
+             r"optimizer = 'fp8scope_trainer\.Adam': the checkpoint was written by fp8scope_trainer\.AdamW"),
+    "torch": (model_of, lambda m: torch.optim.AdamW(m.parameters()),
+              r"optimizer = 'torch\.AdamW': the checkpoint was written by fp8scope_trainer\.AdamW; .*convert"),
+    "betas": (model_of, lambda m: adamw(m, betas=(0.9, 0.999)),
+              r"betas = \[0\.9, 0\.999\]: the checkpoint has \[0\.9, 0\.95\] for up\.weight; .*"
+              r"changed=\('betas',\)"),
+    "seed": (model_of, lambda m: adamw(m, seed=3), r"seed = 3: the checkpoint has 0"),
+    "warm-up": (model_of, lambda m: adamw(m, warmup_steps=5), r"warmup_steps = 5: the checkpoint has 0"),
+    "order": (model_of, lambda m: AdamW(reversed(list(m.parameters())), lr=1e-3, states="int8"),
+              r"order of parameters = 'down\.weight is number 0': in the checkpoint it is number 2"),
+    "some": (model_of, lambda m: AdamW(list(m.parameters())[:1], lr=1e-3, states="int8"),
+             r"optimizer = '1 parameters': this optimizer lacks up\.bias, down\.weight"),
+    "shape": (lambda: model_of(width=256), adamw,
+              r"up\.weight = 'float32\[128, 256\]': the checkpoint holds float32\[128, 128\]"),
+    "dtype": (lambda: model_of().bfloat16(), adamw,
+              r"up\.weight = 'bfloat16\[128, 128\]': the checkpoint holds float32"),
+    "layers": (lambda: model_of(extra=True), adamw,
+               r"model = '5 entries': the checkpoint lacks more\.weight, more\.bias"),
+    "histories": (lambda: model_of(recipe=Recipe(policy="delayed")), adamw,
+                  r"amax histories = .*'up\.history': 1024.*: the checkpoint holds None"),
+    "recipe": (lambda: model_of(recipe=Recipe(power_of_two=True)), adamw,
+               r"recipe of up = \{'power_of_two': True\}: the checkpoint has \{'power_of_two': False\}"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_difference_is_refused_and_nothing_loaded(case: str, folder: Path) -> None:
+    """C18: optimizer, rule, formats, blocks, options, order, shapes and recipes."""
+    make, optimizer_of, said = CASES[case]
+    model = make()
+    optimizer = optimizer_of(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(Invalid, match=said):
+        load(folder, model, optimizer)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not optimizer.state
+
+
+def test_changed_keeps_the_value_of_the_job(folder: Path) -> None:
+    """What differs on purpose is named, and stays; lr comes from the checkpoint unless it is named, too."""
+    model = model_of()
+    optimizer = adamw(model, lr=5e-4, weight_decay=0.3)
+    load(folder, model, optimizer, changed=("weight_decay",))
+    assert optimizer.param_groups[0]["weight_decay"] == 0.3
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    optimizer = adamw(model, lr=5e-4)
+    load(folder, model, optimizer, changed=("lr",))
+    assert optimizer.param_groups[0]["lr"] == 5e-4
+    with pytest.raises(UnknownName, match="near misses: weight_decay"):
+        load(folder, model, adamw(model), changed=("weight_dceay",))
+
+
+def test_weights_alone_can_be_loaded(folder: Path) -> None:
+    """Without an optimizer, to evaluate; a checkpoint of weights alone is no start for an optimizer."""
+    model = model_of()
+    start = model.state_dict()["up.weight"].clone()
+    assert load(folder, model).step == 2
+    assert not torch.equal(model.state_dict()["up.weight"], start)
+    save(folder / "weights", model, step=2)
+    with pytest.raises(Invalid, match="was saved without one"):
+        load(folder / "weights", model, adamw(model))
+
+
+def test_torchs_own_optimizers_are_saved_and_loaded(tmp_path: Path) -> None:
+    """AdamW and SGD of torch.optim, by the same calls, to the bit."""
+    for number, make in enumerate((torch.optim.AdamW, lambda p: torch.optim.SGD(p, momentum=0.9))):
+        first, second = model_of(), model_of()
+        one, other = make(first.parameters()), make(second.parameters())
+        trained(first, one, 2)
+        save(tmp_path / str(number), first, one, step=2)
+        load(tmp_path / str(number), second, other)
+        trained(first, one, 2)
+        trained(second, other, 2)
+        for a, b in zip(first.parameters(), second.parameters(), strict=True):
+            assert torch.equal(a, b)
