@@ -101,6 +101,9 @@ def run(plan: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
             losses.append(step_of(model, optimizer, loss_of(model, step, rank, ranks), step, ranks))
             if scope is not None:
                 scope.step(step)
+    with torch.no_grad():  # as a job that looks at held-out loss: FSDP2 leaves parameters gathered after it
+        model.eval()(torch.zeros((1, 200)) if plan.get("model") == "odd" else torch.zeros(1, 32).long())
+        model.train()
     if "save" in plan:
         save(plan["save"], model, optimizer, step=plan["stop"], data_position=plan["stop"] * 4,
              extra={"note": "kept"})

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from fp8scope.spool import adopt
+from fp8scope_protocol.wire import decode_batch, decode_hello
+
 JOB = Path(__file__).with_name("checkpoint_job.py")
 STATES = ("fp32", "bf16", "int16", "fp8", "int8", "int4")
 
@@ -86,6 +89,20 @@ def test_z5_resumed_is_uninterrupted_to_the_bit(ranks: int, tmp_path: Path) -> N
                 assert_same(loaded["state"][key], before[rank][key], f"at load: {key}")
                 assert_same(after[rank][key], whole[rank][key], key)
             assert "bf16" in after[rank]["precisions"].values()
+    if ranks == 1:
+        assert spooled(tmp_path / "spool") == {False: {0, 1, 2, 3, 4}, True: {5, 6, 7, 8, 9}}
+
+
+def spooled(folder: Path) -> dict[bool, set[int]]:
+    """The steps that the probe saw, of the attempt that began the run and of the one that resumed it."""
+    found: dict[bool, set[int]] = {}
+    for spool in adopt(folder, "resumed", limit=2**30):
+        steps = found.setdefault(decode_hello(spool.hello).resume, set())
+        while (record := spool.peek()) is not None:
+            steps.add(decode_batch(record.payload).header.step)
+            spool.ack(record)
+        spool.close()
+    return found
 
 
 def test_saved_on_n_ranks_and_loaded_on_m(tmp_path: Path) -> None:

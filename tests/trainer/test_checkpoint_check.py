@@ -10,12 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fp8scope_protocol.errors import Invalid, UnknownName
+from fp8scope_trainer import checkpoint_progress
 from fp8scope_trainer.adam import Adam
 from fp8scope_trainer.adamw import AdamW
 from fp8scope_trainer.checkpoint import load, save
 from fp8scope_trainer.convert import Conversion, convert
 from fp8scope_trainer.history import advance_histories
 from fp8scope_trainer.recipe import Recipe
+from fp8scope_trainer.state_format import FORMATS
 
 
 def model_of(*, width: int = 128, recipe: Recipe | None = None, extra: bool = False) -> nn.Module:
@@ -32,7 +34,8 @@ def model_of(*, width: int = 128, recipe: Recipe | None = None, extra: bool = Fa
 
 
 def adamw(model: nn.Module, **options: Any) -> AdamW:
-    return AdamW(model.parameters(), **({"lr": 1e-3, "states": "int8"} | options))
+    chosen: dict[str, Any] = {"lr": 1e-3, "states": "int8"} | options
+    return AdamW(model.parameters(), **chosen)
 
 
 def trained(model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
@@ -64,7 +67,7 @@ CASES: dict[str, Case] = {
     "rule": (model_of, lambda m: Adam(m.parameters(), states="int8"),
              r"optimizer = 'fp8scope_trainer\.Adam': the checkpoint was written by fp8scope_trainer\.AdamW"),
     "torch": (model_of, lambda m: torch.optim.AdamW(m.parameters()),
-              r"optimizer = 'torch\.AdamW': the checkpoint was written by fp8scope_trainer\.AdamW; .*convert"),
+              r"optimizer = 'torch\.AdamW': the checkpoint was written by fp8scope_trainer\.AdamW;.*convert"),
     "betas": (model_of, lambda m: adamw(m, betas=(0.9, 0.999)),
               r"betas = \[0\.9, 0\.999\]: the checkpoint has \[0\.9, 0\.95\] for up\.weight; .*"
               r"changed=\('betas',\)"),
@@ -125,14 +128,82 @@ def test_weights_alone_can_be_loaded(folder: Path) -> None:
         load(folder / "weights", model, adamw(model))
 
 
+def test_parameters_without_states_stay_without(tmp_path: Path) -> None:
+    """Frozen ones, and those that never had a gradient: no state is made up for them, others go on."""
+    found = []
+    for _ in range(2):
+        model = model_of(extra=True)
+        model.get_submodule("up").weight.requires_grad_(False)
+        optimizer = adamw(model)
+        found.append((model, optimizer))
+    (model, optimizer), (other, loaded) = found
+    more = model.get_submodule("more")
+    del model.more
+    trained(model, optimizer)
+    model.add_module("more", more)
+    save(tmp_path, model, optimizer, step=2)
+    load(tmp_path, other, loaded)
+    names = {name for name, parameter in other.named_parameters() if loaded.state.get(parameter)}
+    assert names == {"up.bias", "down.weight"}
+
+
+def test_a_slow_save_shows_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where standard error is no terminal, as lines of bytes done and in all; a quick one says nothing."""
+    model = model_of()
+    save(tmp_path, model, step=1)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(checkpoint_progress, "SILENT_SECONDS", 0.0)
+    save(tmp_path, model, step=2)
+    load(tmp_path, model)
+    shown = capsys.readouterr().err
+    assert "save step 2: " in shown
+    assert "load step 2: " in shown
+    assert "MiB of rank 0" in shown
+
+
+@pytest.mark.gpu
+def test_states_on_a_gpu_go_on_to_the_bit(tmp_path: Path) -> None:
+    """Parameters on a GPU, gradients that are given: 3 steps, save, load, 3 steps are 6 steps, in all formats.
+    On the CPU the checkpoint is loaded with the same codes."""
+    for states in FORMATS:
+        start = torch.randn(64, 300, generator=torch.Generator().manual_seed(0))
+        grads = [torch.randn(64, 300, generator=torch.Generator().manual_seed(i + 1)) for i in range(6)]
+        jobs = []
+        for device in ("cuda", "cuda", "cpu"):
+            model = nn.Linear(300, 64, bias=False)
+            model.weight.data.copy_(start)
+            model.to(device)
+            jobs.append((model, AdamW(model.parameters(), lr=1e-3, states=states)))
+        (through, first), (resumed, second), (here, third) = jobs
+        for step, gradient in enumerate(grads):
+            if step == 3:
+                save(tmp_path / states, through, first, step=3)
+                load(tmp_path / states, resumed, second)
+                load(tmp_path / states, here, third)
+                for key, value in first.state[through.weight].items():
+                    assert torch.equal(third.state[here.weight][key].float(), value.cpu().float()), key
+            for model, optimizer in ((through, first), (resumed, second))[:1 if step < 3 else 2]:
+                model.weight.grad = gradient.cuda()
+                optimizer.step()
+        assert torch.equal(through.weight, resumed.weight), states
+        for key, value in first.state[through.weight].items():
+            assert torch.equal(value.float(), second.state[resumed.weight][key].float()), key
+
+
 def test_torchs_own_optimizers_are_saved_and_loaded(tmp_path: Path) -> None:
     """AdamW and SGD of torch.optim, by the same calls, to the bit."""
-    for number, make in enumerate((torch.optim.AdamW, lambda p: torch.optim.SGD(p, momentum=0.9))):
+    kinds: dict[str, Callable[[nn.Module], Optimizer]] = {
+        "adamw": lambda m: torch.optim.AdamW(m.parameters()),
+        "sgd": lambda m: torch.optim.SGD(m.parameters(), momentum=0.9),
+    }
+    for name, make in kinds.items():
         first, second = model_of(), model_of()
-        one, other = make(first.parameters()), make(second.parameters())
+        one, other = make(first), make(second)
         trained(first, one, 2)
-        save(tmp_path / str(number), first, one, step=2)
-        load(tmp_path / str(number), second, other)
+        save(tmp_path / name, first, one, step=2)
+        load(tmp_path / name, second, other)
         trained(first, one, 2)
         trained(second, other, 2)
         for a, b in zip(first.parameters(), second.parameters(), strict=True):

@@ -6,6 +6,7 @@ For a model of your own:
     from fp8scope_trainer.shard import shard                         ZeRO stage
     from fp8scope_trainer.adamw import AdamW, parameter_groups       states in E4M3; Adam, SGD, Lion likewise
     from fp8scope_trainer.history import advance_histories           after each step, if scaling is delayed
+    from fp8scope_trainer.checkpoint import load, save               on any number of ranks, to the bit
 
     report = convert(model)                    before sharding; print(report) is the precision map
     shard(model, stage=2)                      before the optimizer

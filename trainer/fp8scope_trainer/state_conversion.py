@@ -71,6 +71,8 @@ def convert_states(
     if not whole.job.optimizer:
         raise Invalid("checkpoint", str(source), "holds no optimizer, so no states")
     if kind == "fp8scope":
+        if Path(target).resolve() in (found := Path(source).resolve(), *found.parents):
+            raise Invalid("to", str(target), "holds the checkpoint that is converted; name another folder")
         return write_ours(_converted(_as_ours(whole), wanted), Path(target))
     if wanted != FP32 or whole.job.optimizer not in (OURS_ADAMW, TORCH_ADAMW):
         raise Invalid("kind", kind, f"is for states='fp32' of an AdamW; asked: {states} of "

@@ -12,8 +12,9 @@ guess that could be wrong is refused instead.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +114,28 @@ def _read_dcp(path: Path) -> dict[str, Any]:
     known = reader.read_metadata()
     if not isinstance(known.planner_data, Mapping):
         raise Invalid("checkpoint", str(path), "was not written by torch.distributed.checkpoint.save")
-    nested: dict[Any, Any] = {}
+    nested: dict[str, Any] = {}
     for name, way in known.planner_data.items():
         entry = known.state_dict_metadata[name]
-        place = nested
-        for part in way[:-1]:
-            place = place.setdefault(part, {})
+        place: Any = nested
+        for part, after in pairwise(way):
+            place = _place(place, part, list if isinstance(after, int) else dict)
+        _place(place, way[-1], lambda: None)
         place[way[-1]] = (torch.empty(entry.size, dtype=entry.properties.dtype)
                           if isinstance(entry, TensorStorageMetadata) else None)
     read(nested, reader, name=f"read {path.name}")
     return nested
+
+
+def _place(within: Any, key: str | int, make: Callable[[], Any]) -> Any:
+    """What `within`, a dictionary or a list that grows, has under `key`; made if there is nothing."""
+    if isinstance(key, str):
+        return within.setdefault(key, make())
+    while len(within) <= key:
+        within.append(None)
+    if within[key] is None:
+        within[key] = make()
+    return within[key]
 
 
 def _model_and_optimizer(content: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -165,8 +178,9 @@ def _names_of_numbers(model: dict[str, Any], optimizer: dict[str, Any], path: Pa
             places.add(place)
     states = optimizer["state"]
     fits = len(groups) == 1 and len(names) == len(numbers) and all(
-        i not in states or states[i]["exp_avg"].shape == model[name].shape
-        for i, name in zip(numbers, names, strict=True))
+        value.dim() == 0 or value.shape == model[name].shape
+        for i, name in zip(numbers, names, strict=True) for value in states.get(i, {}).values()
+        if isinstance(value, Tensor))
     if not fits:
         raise Invalid("checkpoint", str(path),
                       "does not say which state is of which parameter; make the optimizer from "
@@ -194,7 +208,6 @@ def _states_and_groups(optimizer: dict[str, Any], path: Path) -> tuple[States, l
         raise Invalid("checkpoint", str(path), "has an optimizer that is flattened; save it without "
                                                "flatten_optimizer_state_dict")
     states, groups = optimizer["state"], optimizer["param_groups"]
-    groups = list(groups.values()) if isinstance(groups, Mapping) else groups
     for name, state in states.items():
         if state.keys() != {"step", "exp_avg", "exp_avg_sq"} or state["exp_avg"].dtype != torch.float32:
             raise Invalid("checkpoint", str(path), f"holds {', '.join(state)} of {name}; of plain torch an "
