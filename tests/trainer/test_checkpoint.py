@@ -11,6 +11,7 @@ import torch
 
 from fp8scope.spool import adopt
 from fp8scope_protocol.wire import decode_batch, decode_hello
+from fp8scope_trainer.state_conversion import convert_states
 
 JOB = Path(__file__).with_name("checkpoint_job.py")
 STATES = ("fp32", "bf16", "int16", "fp8", "int8", "int4")
@@ -107,7 +108,7 @@ def spooled(folder: Path) -> dict[bool, set[int]]:
 
 def test_saved_on_n_ranks_and_loaded_on_m(tmp_path: Path) -> None:
     """Rows that no rank number divides, and ranks that hold none: from 4 to 2 to 1 to 4 ranks all parameters,
-    codes and scales are the same; only torch's generators, which belong to ranks, are not restored."""
+    codes and scales are the same, and so they are converted; only torch's generators are not restored."""
     names = ("fp32", "int16", "fp8", "int8", "int4")
 
     def resaved(ranks: int, source: int | None) -> list[Found]:
@@ -116,6 +117,11 @@ def test_saved_on_n_ranks_and_loaded_on_m(tmp_path: Path) -> None:
             | ({} if source is None else {"load": str(tmp_path / f"{states}-{source}")}) for states in names])
 
     first = resaved(4, None)
+    convert_states(tmp_path / "fp32-4", tmp_path / "int8", states="int8")
+    converted = [{"model": "odd", "states": "int8", "stop": 3, "load": str(tmp_path / "int8")}]
+    (two,), (one,) = job(tmp_path, 2, converted), job(tmp_path, 1, converted)
+    assert_same(two[0]["loaded"]["state"], one[0]["loaded"]["state"])
+    assert_same(one[0]["parameters"], first[names.index("fp8")][0]["parameters"])
     for ranks, source in ((2, 4), (1, 2), (4, 1)):
         for before, after in zip(first, resaved(ranks, source), strict=True):
             for found in after:
