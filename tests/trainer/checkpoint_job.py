@@ -131,6 +131,7 @@ def step_of(model: nn.Module, optimizer: StateOptimizer, loss: Tensor, step: int
 
 def found(model: nn.Module, optimizer: StateOptimizer) -> dict[str, Any]:
     """Every bit that a job goes on with: parameters, states, weight codes, histories, precisions."""
+    model.state_dict()  # FSDP2 lets go of what it had gathered
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     weights = {name: whole(p) for name, p in model.named_parameters()}
     linears = {name: m for name, m in model.named_modules() if isinstance(m, Fp8Linear)}
