@@ -113,6 +113,8 @@ def test_changed_keeps_the_value_of_the_job(folder: Path) -> None:
     optimizer = adamw(model, lr=5e-4)
     load(folder, model, optimizer, changed=("lr",))
     assert optimizer.param_groups[0]["lr"] == 5e-4
+    other = model_of(recipe=Recipe(policy="delayed"))
+    load(folder, other, adamw(other), changed=("histories", "recipe"))
     with pytest.raises(UnknownName, match="near misses: weight_decay"):
         load(folder, model, adamw(model), changed=("weight_dceay",))
 

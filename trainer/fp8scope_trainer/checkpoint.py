@@ -67,10 +67,10 @@ def save(
     Either way, and if the job is killed at any moment, the checkpoints that were there can be loaded.
     """
     names = Names(model)
-    job = describe(names, optimizer)
-    record = Manifest(step=step, data_position=data_position, world_size=_world_size(), job=job,
-                      versions=manifest.versions(), extra=extra or {})
-    return save_content(Path(folder), _content(names, optimizer, job), record)
+    record = on_all_ranks(lambda: Manifest(
+        step=step, data_position=data_position, world_size=_world_size(), job=describe(names, optimizer),
+        versions=manifest.versions(), extra=extra or {}))
+    return save_content(Path(folder), _content(names, optimizer, record.job), record)
 
 
 def load(
@@ -80,25 +80,30 @@ def load(
 
     Call it on every rank, after `convert`, `shard` and making the optimizer, and before a probe is attached.
     changed: names of options that differ from the checkpoint's on purpose and stay as the job has them, of
-    groups (`weight_decay`, `seed`, `lr`), or `order`, `precision`, `recipe`.
+    groups (`weight_decay`, `seed`, `lr`), or `order`, `precision`, `recipe`, `histories`.
     Raises `Invalid` with both sides of the first mismatch, before anything is loaded.
     """
     path = Path(on_first_rank(lambda: str(checkpoint_folder.find(folder))))
     record = on_first_rank(lambda: _checked_files(path))
     names = Names(model)
-    own = describe(names, optimizer)
+    own = on_all_ranks(lambda: describe(names, optimizer))
     on_all_ranks(lambda: check(record, own, changed))
     reader = FileSystemReader(path)
     known = reader.read_metadata().state_dict_metadata
-    content: Content = {"model": names.state, "histories": _history_tensors(names)}
-    content |= _generators_to_load(record, known)
+    content: Content = {"model": names.state} | _generators_to_load(record, known)
+    if "histories" not in changed:
+        content["histories"] = _history_tensors(names)
+    groups: list[dict[str, Any]] = []
     if optimizer is not None:
+        groups = on_all_ranks(lambda: _groups(optimizer, record.job, own, changed))
         content["optimizer"] = {"state": on_all_ranks(lambda: _targets(names, optimizer, record, known))}
     read(content, reader, name=f"load step {record.step}")
     set_model_state_dict(model, names.state)
-    _restore_layers(names, content["histories"], record.job, changed)
-    if optimizer is not None:
-        _restore_optimizer(names, optimizer, content["optimizer"]["state"], record.job, own, changed)
+    _restore_layers(names, content.get("histories", {}), record.job, changed)
+    if optimizer is not None:  # through its own load_state_dict, which numbers parameters where we name them
+        numbered = {number: content["optimizer"]["state"][name] for number, name in enumerate(own.optimized)
+                    if name in content["optimizer"]["state"]}
+        optimizer.load_state_dict({"state": numbered, "param_groups": groups})
     return Loaded(path=path, step=record.step, data_position=record.data_position, extra=record.extra,
                   random_restored=_restore_random(content))
 
@@ -170,18 +175,16 @@ def _target(parameter: Tensor, entry: TensorStorageMetadata, device: torch.devic
 
 
 def _restore_layers(names: Names, histories: Content, saved: Job, changed: Collection[str]) -> None:
-    for name, history in names.histories().items():
-        history.cursor = int(histories[name]["cursor"])
+    live = names.histories()
+    for name, tensors in histories.items():
+        live[name].cursor = int(tensors["cursor"])
     for name, layer in names.layers().items():
         if "precision" not in changed and name in saved.layers:
             layer.set_precision(saved.layers[name].precision)
 
 
-def _restore_optimizer(
-    names: Names, optimizer: Optimizer, states: dict[str, dict[str, Tensor]], saved: Job, own: Job,
-    changed: Collection[str],
-) -> None:
-    """Through the optimizer's own `load_state_dict`, which numbers parameters where we name them."""
+def _groups(optimizer: Optimizer, saved: Job, own: Job, changed: Collection[str]) -> list[dict[str, Any]]:
+    """The optimizer's groups with the checkpoint's lr, for `load_state_dict`."""
     numbers = {name: number for number, name in enumerate(own.optimized)}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -189,8 +192,7 @@ def _restore_optimizer(
         options = {key: value for key, value in group.items() if key != "params"}
         options |= _restored(members, saved, changed)
         groups.append(options | {"params": [numbers[name] for name in members]})
-    optimizer.load_state_dict({"state": {numbers[name]: state for name, state in states.items()},
-                               "param_groups": groups})
+    return groups
 
 
 def _restored(members: list[str], saved: Job, changed: Collection[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ RESTORED = ("lr", "initial_lr")
 """Options of a group that are taken from the checkpoint."""
 FORMATS = ("states", "block")
 """Options of a group that are compared parameter by parameter, by what they come to."""
-PER_JOB = ("order", "precision", "recipe")
+PER_JOB = ("order", "precision", "recipe", "histories")
 SHOWN = 3
 AS_SAVED = "make the model as it was when it was saved"
 
@@ -54,10 +54,11 @@ def _check_model(saved: Job, own: Job) -> None:
 
 
 def _check_layers(saved: Job, own: Job, changed: Collection[str]) -> None:
-    if saved.histories != own.histories:
+    if saved.histories != own.histories and "histories" not in changed:
         raise Invalid("amax histories", own.histories or None,
                       f"the checkpoint holds {saved.histories or None}; {AS_SAVED}: the same layers under "
-                      "delayed scaling, the same history_length")
+                      "delayed scaling, the same history_length; or load with changed=('histories',) to "
+                      "begin with empty ones")
     if "recipe" not in changed:
         for name, layer in own.layers.items():
             theirs = saved.layers.get(name)

@@ -129,7 +129,7 @@ def _state(
     exact = after.rounds and draw.step < int(group.get("warmup_steps", 0))
     if is_exact(state, rule):
         before = FP32
-    elif before == after and not exact:
+    elif before == after:
         return state
     moments = decode(slots(state, rule), before, columns_of(weight.shape))
     new = new_state(weight, rule, after, exact=exact, master=False)

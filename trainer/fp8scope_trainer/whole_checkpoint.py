@@ -12,6 +12,7 @@ guess that could be wrong is refused instead.
 """
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -83,7 +84,11 @@ def write_dcp(whole: Whole, folder: Path) -> Path:
     content = {"model": whole.content["model"],
                "optimizer": {"state": whole.states, "param_groups": groups}}
     partial = folder.with_name(folder.name + ".partial")
-    write(content, partial, name=f"write {folder.name}")
+    try:
+        write(content, partial, name=f"write {folder.name}")
+    except NotSaved as failed:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise NotSaved(f"{folder} could not be written: {failed}") from failed
     partial.rename(folder)
     return folder
 
