@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import fp8scope
+from fp8scope import backend
 from fp8scope_protocol.errors import Fp8scopeError
+from fp8scope_protocol.formats import E4M3
 from fp8scope_trainer.adam import Adam
 from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.checkpoint import load, save
@@ -28,7 +30,6 @@ from fp8scope_trainer.history import AmaxHistory, advance_histories
 from fp8scope_trainer.linear import Fp8Linear
 from fp8scope_trainer.lion import Lion
 from fp8scope_trainer.optimizer import StateOptimizer
-from fp8scope_trainer.recipe import quantize_weight
 from fp8scope_trainer.sgd import SGD
 from fp8scope_trainer.shard import shard
 
@@ -135,7 +136,7 @@ def found(model: nn.Module, optimizer: StateOptimizer) -> dict[str, Any]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     weights = {name: whole(p) for name, p in model.named_parameters()}
     linears = {name: m for name, m in model.named_modules() if isinstance(m, Fp8Linear)}
-    codes = {name: quantize_weight(weights[f"{name}.weight"], m.recipe) for name, m in linears.items()}
+    codes = {name: backend.quantize_blocks(weights[f"{name}.weight"], E4M3) for name in linears}
     return {
         "parameters": weights,
         "states": {f"{names[id(p)]}.{key}": bits(whole(value)) for p, state in optimizer.state.items()
