@@ -8,7 +8,7 @@ import pytest
 
 PROBE = ("p2", "p4", "p6", "p8", "p9", "p10", "p11", "p12")
 QUANTIZATION = ("q2", "q4", "q6", "q8", "q9", "q10", "q11", "q12", "q13")
-RANKS = ("z2", "z3", "z6")
+RANKS = ("z2", "z3", "z5", "z6")
 COMPILED = ("f6",)
 
 

@@ -5,8 +5,10 @@ there if it is to, and writes what it found as OUT.RANK. Also imported by the te
 """
 
 import json
+import resource
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -167,12 +169,24 @@ def whole(tensor: Tensor) -> Tensor:
     return like.clone()
 
 
+@contextmanager
+def limited_files(size: int | None) -> Iterator[None]:
+    """No file of this process can grow beyond `size` bytes, as if its disk were full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def main(rank: int, ranks: int, store: str, plan: str) -> None:
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     for one in json.loads(Path(plan).read_text()):
         try:
-            result = run(one, rank, ranks)
+            with limited_files(one.get("limit") if rank else None):
+                result = run(one, rank, ranks)
         except Fp8scopeError as error:
             result = {"error": str(error)}
         torch.save(result, f"{one['out']}.{rank}")
