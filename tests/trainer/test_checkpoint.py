@@ -134,7 +134,8 @@ def test_one_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> Non
     """The files of rank 1 stop growing: no rank hangs, both name it, and the checkpoint before is loaded."""
     common = {"model": "odd", "states": "fp32", "save": str(tmp_path / "c")}
     first, second, third = job(tmp_path, 2, [
-        common | {"stop": 1}, common | {"stop": 2, "limit": 1000}, common | {"stop": 1, "load": common["save"]}])
+        common | {"stop": 1}, common | {"stop": 2, "limit": 1000},
+        common | {"stop": 1, "load": common["save"]}])
     for rank in range(2):
         assert "the checkpoint of step 2 could not be written" in second[rank]["error"]
         assert "File too large (rank 1); those before it are untouched" in second[rank]["error"]

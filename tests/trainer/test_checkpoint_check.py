@@ -119,6 +119,32 @@ def test_changed_keeps_the_value_of_the_job(folder: Path) -> None:
         load(folder, model, adamw(model), changed=("weight_dceay",))
 
 
+def test_another_torch_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It loads, and a warning names both versions; the same torch says nothing."""
+    model = model_of()
+    load(folder, model, adamw(model))
+    assert "was written with" not in caplog.text
+    manifest = folder / "step-00000002" / "fp8scope.json"
+    manifest.write_text(manifest.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "2.10.0"'))
+    load(folder, model, adamw(model))
+    assert f"was written with torch 2.10.0, this is {torch.__version__}" in caplog.text
+
+
+def test_groups_with_several_lr_cannot_become_one(tmp_path: Path) -> None:
+    """lr comes from the checkpoint by parameter; one group that would get two is refused, before loading."""
+    model = model_of()
+    rates = zip(model.parameters(), (1e-3, 2e-3, 3e-3), strict=True)
+    groups = [{"params": [one], "lr": lr} for one, lr in rates]
+    optimizer = AdamW(groups, states="int8")
+    trained(model, optimizer)
+    save(tmp_path, model, optimizer, step=2)
+    other = model_of()
+    before = other.state_dict()["up.weight"].clone()
+    with pytest.raises(Invalid, match=r"lr = 0\.001: the checkpoint has 0\.002 for up\.bias, in another"):
+        load(tmp_path, other, adamw(other))
+    assert torch.equal(other.state_dict()["up.weight"], before)
+
+
 def test_weights_alone_can_be_loaded(folder: Path) -> None:
     """Without an optimizer, to evaluate; a checkpoint of weights alone is no start for an optimizer."""
     model = model_of()
