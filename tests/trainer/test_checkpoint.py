@@ -1,5 +1,6 @@
 """Checkpoints: resumed to the bit, on any number of ranks; what does not fit is refused on every rank."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -106,28 +107,39 @@ def spooled(folder: Path) -> dict[bool, set[int]]:
     return found
 
 
+def alone(plan: list[Plan]) -> list[Found]:
+    """As `job` on one rank, in this process."""
+    spec = importlib.util.spec_from_file_location("checkpoint_job", JOB)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return [[module.run(one, 0, 1)] for one in plan]
+
+
 def test_saved_on_n_ranks_and_loaded_on_m(tmp_path: Path) -> None:
     """Rows that no rank number divides, and ranks that hold none: from 4 to 2 to 1 to 4 ranks all parameters,
     codes and scales are the same, and so they are converted; only torch's generators are not restored."""
     names = ("fp32", "int16", "fp8", "int8", "int4")
 
-    def resaved(ranks: int, source: int | None) -> list[Found]:
-        return job(tmp_path, ranks, [
-            {"model": "odd", "states": states, "stop": 3, "save": str(tmp_path / f"{states}-{ranks}")}
-            | ({} if source is None else {"load": str(tmp_path / f"{states}-{source}")}) for states in names])
+    def plans(ranks: int, source: int | None) -> list[Plan]:
+        return [{"model": "odd", "states": states, "stop": 3, "save": str(tmp_path / f"{states}-{ranks}")}
+                | ({} if source is None else {"load": str(tmp_path / f"{states}-{source}")})
+                for states in names]
 
-    first = resaved(4, None)
-    convert_states(tmp_path / "fp32-4", tmp_path / "int8", states="int8")
-    converted = [{"model": "odd", "states": "int8", "stop": 3, "load": str(tmp_path / "int8")}]
-    (two,), (one,) = job(tmp_path, 2, converted), job(tmp_path, 1, converted)
+    first = job(tmp_path, 4, plans(4, None))
+    convert_states(tmp_path / "fp8-4", tmp_path / "int8", states="int8")
+    converted: Plan = {"model": "odd", "states": "int8", "stop": 3, "load": str(tmp_path / "int8")}
+    *on_two, two = job(tmp_path, 2, [*plans(2, 4), converted])
+    *on_one, one = alone([*plans(1, 2), converted])
+    again = job(tmp_path, 4, plans(4, 1))
+    for number, before in enumerate(first):
+        for found in (*on_two[number], *on_one[number], *again[number]):
+            assert not found["loaded"]["random"]
+            for key in ("parameters", "states", "lr"):
+                assert_same(found["loaded"]["state"][key], before[0][key], f"{names[number]}: {key}")
     assert_same(two[0]["loaded"]["state"], one[0]["loaded"]["state"])
     assert_same(one[0]["parameters"], first[names.index("fp8")][0]["parameters"])
-    for ranks, source in ((2, 4), (1, 2), (4, 1)):
-        for before, after in zip(first, resaved(ranks, source), strict=True):
-            for found in after:
-                assert not found["loaded"]["random"]
-                for key in ("parameters", "states", "lr"):
-                    assert_same(found["loaded"]["state"][key], before[0][key], f"{source} -> {ranks}: {key}")
 
 
 def test_one_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> None:
@@ -145,7 +157,7 @@ def test_one_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> Non
 def test_other_states_are_refused_on_every_rank(tmp_path: Path) -> None:
     """No rank hangs: all say what the checkpoint holds, what the optimizer wants, and the command."""
     folder = str(tmp_path / "c")
-    job(tmp_path, 1, [{"states": "fp8", "stop": 1, "save": folder}])
+    alone([{"states": "fp8", "stop": 1, "save": folder}])
     (found,) = job(tmp_path, 2, [{"states": "int8", "stop": 2, "load": folder}])
     for rank in found:
         assert "states = 'int8 in blocks of 1024 (layers.0.attention.qkv.weight and 7 more)'" in rank["error"]
