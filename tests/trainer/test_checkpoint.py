@@ -65,6 +65,7 @@ PLANS: dict[int, list[Plan]] = {
 }
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_z5_resumed_is_uninterrupted_to_the_bit(ranks: int, tmp_path: Path) -> None:
     """Z5: 5 steps, save, a new process, to step 10: losses, parameters, states, FP8 weight codes and scales,
@@ -117,6 +118,7 @@ def alone(plan: list[Plan]) -> list[Found]:
     return [[module.run(one, 0, 1)] for one in plan]
 
 
+@pytest.mark.timeout(600)
 def test_saved_on_n_ranks_and_loaded_on_m(tmp_path: Path) -> None:
     """Rows that no rank number divides, and ranks that hold none: from 4 to 2 to 1 to 4 ranks all parameters,
     codes and scales are the same, and so they are converted; only torch's generators are not restored."""
