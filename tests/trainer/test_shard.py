@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from fp8scope_protocol.errors import Invalid
-from fp8scope_trainer.shard import shard
 
 Found = list[dict[str, Any]]
 
@@ -81,14 +77,3 @@ def test_rounding_does_not_depend_on_the_mesh(ranks: Found, job: ModuleType) -> 
         assert [part.shape[0] for part in parts] == [17, 16]
         joined = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
         assert torch.equal(joined, value.reshape(-1).view(torch.uint8)), key
-
-
-def test_other_stages_are_refused_by_name() -> None:
-    """Stages that are not built say what is accepted; stage 2 needs a process group, stage 0 none."""
-    model = nn.Linear(2, 2)
-    for stage in (1, 3):
-        with pytest.raises(Invalid, match="must be one of 0, 2"):
-            shard(model, stage=stage)
-    with pytest.raises(Invalid, match="accepted without: 0"):
-        shard(model)
-    assert shard(model, stage=0) is model

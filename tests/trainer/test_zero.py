@@ -1,0 +1,154 @@
+"""Every ZeRO stage on two and four real ranks gives what one process gives; what cannot work is refused."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fp8scope_protocol.errors import Invalid
+from fp8scope_trainer.mesh import training_mesh
+from fp8scope_trainer.shard import micro_batch, shard
+from fp8scope_trainer.stage import Stage, parse_stage
+
+JOB = Path(__file__).with_name("zero_job.py")
+STAGES = ("NO_SHARD", "1", "shard_grad_op", "3", "Hybrid_Shard")
+Ranks = list[dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def job() -> ModuleType:
+    """The job, importable here for its one-process form."""
+    spec = importlib.util.spec_from_file_location("zero_job", JOB)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def alone(job: ModuleType) -> dict[str, dict[str, Any]]:
+    """One process, the whole batch at once."""
+    return {"decoder": job.trained(0, rank=0, ranks=1), "odd": job.odd(0, rank=0, ranks=1)}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """What each of two processes found."""
+    return _run(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """What each of four processes found."""
+    return _run(4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture(params=["two", "four"])
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    found: Ranks = request.getfixturevalue(request.param)
+    return found
+
+
+def _run(world: int, folder: Path) -> Ranks:
+    jobs = [subprocess.Popen([sys.executable, "-W", "error", str(JOB), str(rank), str(world), str(folder)],
+                             stderr=subprocess.PIPE, text=True) for rank in range(world)]
+    try:
+        for job in jobs:
+            _, error = job.communicate(timeout=200)
+            assert job.returncode == 0, error
+    finally:
+        for job in jobs:
+            job.kill()
+    return [torch.load(folder / f"out.{rank}") for rank in range(world)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("how", ["", " accumulated"])
+def test_a_stage_trains_as_one_process(
+    ranks: Ranks, alone: dict[str, dict[str, Any]], stage: str, how: str
+) -> None:
+    """fp32, same seed and data: losses within 1e-5 relative, weights within 1e-5; ranks are alike."""
+    _agree(ranks, f"{stage}{how}", alone["decoder"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_odd_models_train_as_one_process(
+    ranks: Ranks, alone: dict[str, dict[str, Any]], stage: str
+) -> None:
+    """Uneven and empty shards; frozen and unused parameters have no gradient and do not move."""
+    _agree(ranks, f"{stage} odd", alone["odd"])
+    without_gradient = ["frozen.bias", "frozen.weight", "unused.bias", "unused.weight"]
+    assert ranks[0][f"{stage} odd"]["none"] == without_gradient
+
+
+@pytest.mark.parametrize("pair", [("1", "3"), ("shard_grad_op", "3"),
+                                  ("shard_grad_op accumulated", "3 accumulated")])
+def test_stages_with_one_order_of_additions_agree_to_the_bit(ranks: Ranks, pair: tuple[str, str]) -> None:
+    """1, 2 and 3 reduce the same gradients in the same order; accumulated, 1 adds micro-batches first."""
+    first, second = (ranks[0][name] for name in pair)
+    assert first["losses"] == second["losses"]
+    for name, value in first["parameters"].items():
+        assert torch.equal(value, second["parameters"][name]), name
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+@pytest.mark.parametrize("what", ["probed", "evaluated"])
+def test_watching_changes_no_bit(two: Ranks, stage: str, what: str) -> None:
+    """The bits with the probe at every step, or an evaluation before the step, are those without."""
+    for rank in two:
+        assert rank[f"{stage} {what}"]["losses"] == rank[stage]["losses"]
+        for name, value in rank[stage]["parameters"].items():
+            assert torch.equal(rank[f"{stage} {what}"]["parameters"][name], value), name
+
+
+@pytest.mark.parametrize(("name", "stage"), [
+    (0, Stage.REPLICATED), ("no_shard", Stage.REPLICATED), ("DDP", Stage.REPLICATED), ("1", Stage.STATES),
+    (2, Stage.GRADIENTS), ("SHARD_GRAD_OP", Stage.GRADIENTS), ("Full_Shard", Stage.PARAMETERS),
+    (3, Stage.PARAMETERS), ("hybrid-shard", Stage.HYBRID), (Stage.HYBRID, Stage.HYBRID),
+])
+def test_stages_have_the_names_of_other_engines(name: int | str | Stage, stage: Stage) -> None:
+    """Numbers, FSDP's strategies and their spelling in any case mean one stage."""
+    assert parse_stage(name) is stage
+
+
+@pytest.mark.parametrize("name", [4, -1, True, None, "ZERO", "", 2.0])
+def test_other_stages_are_refused_with_what_is_accepted(name: Any) -> None:
+    """The message lists numbers and names."""
+    accepted = r"0 \(NO_SHARD, DDP\), 1, 2 \(SHARD_GRAD_OP\), 3 \(FULL_SHARD\), HYBRID_SHARD"
+    with pytest.raises(Invalid, match=rf"stage = .*{accepted}"):
+        parse_stage(name)
+
+
+@pytest.mark.parametrize("stage", [1, 2, "FULL_SHARD", "HYBRID_SHARD"])
+def test_stages_that_need_a_process_group_say_so(stage: int | str) -> None:
+    """Without one only stage 0 is accepted, which leaves the model as it is."""
+    model = nn.Linear(2, 2)
+    for call in (lambda: shard(model, stage=stage), lambda: training_mesh("cpu", stage)):
+        with pytest.raises(Invalid, match=r"init_process_group; accepted without: 0"):
+            call()
+    with pytest.raises(Invalid, match="compute"):
+        shard(model, stage=0, compute=torch.bfloat16)
+    assert shard(model, stage="no_shard") is model
+    micro_batch(model, stage=0, last=False)
+
+
+def test_what_cannot_work_is_refused_on_every_rank(two: Ranks, four: Ranks) -> None:
+    """Meshes that do not fit, weights tied across units, a model sharded twice: each with its reason."""
+    for rank in (*two, *four):
+        for name, message in rank["expected"].items():
+            assert message in rank["refusals"].get(name, "accepted"), (name, rank["refusals"])
+
+
+def _agree(ranks: Ranks, case: str, alone: dict[str, Any]) -> None:
+    for rank in ranks:
+        assert rank[case]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        for name, value in alone["parameters"].items():
+            torch.testing.assert_close(rank[case]["parameters"][name], value, rtol=0, atol=1e-5)
+            assert torch.equal(rank[case]["parameters"][name], ranks[0][case]["parameters"][name]), name

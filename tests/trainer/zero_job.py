@@ -1,0 +1,192 @@
+"""One rank of the jobs of test_zero.py: `python zero_job.py RANK RANKS FOLDER`.
+
+Also imported by the test, for the same work in one process.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import fp8scope
+from fp8scope_protocol.errors import Invalid
+from fp8scope_trainer.adamw import AdamW, parameter_groups
+from fp8scope_trainer.data import batch_at
+from fp8scope_trainer.decoder import Decoder, DecoderConfig
+from fp8scope_trainer.mesh import training_mesh
+from fp8scope_trainer.shard import micro_batch, shard
+
+CONFIG = DecoderConfig(width=128, layers=2, heads=2, kv_heads=2, head_width=64, hidden=128, context=16)
+STEPS, SEQUENCES = 3, 8
+STAGES: tuple[int | str, ...] = ("NO_SHARD", 1, "shard_grad_op", 3, "Hybrid_Shard")
+Found = dict[str, Any]
+
+
+def trained(
+    stage: int | str, *, rank: int, ranks: int, accumulate: int = 1, probe: bool = False,
+    evaluate: bool = False,
+) -> Found:
+    """The decoder in fp32 on the same eight sequences a step, however they are dealt out."""
+    torch.manual_seed(0)
+    model = placed(Decoder(CONFIG), stage, ranks)
+    optimizer = AdamW(parameter_groups(model, states="fp32"), lr=1e-3, eps=1e-5)
+    text = (torch.arange(20_000) * 2654435761 % 251).to(torch.uint8)
+    losses = []
+    with fp8scope.attach(model, optimizer, run="zero", every=1, collector="offline", budget=None
+                         ) if probe else nullcontext() as scope:
+        for step in range(STEPS):
+            tokens, targets = batch_at(text, step=step, batch=SEQUENCES // ranks, length=CONFIG.context,
+                                       rank=rank, ranks=ranks)
+            total = torch.zeros(())
+            parts = zip(tokens.chunk(accumulate), targets.chunk(accumulate), strict=True)
+            for i, (t, y) in enumerate(parts):
+                micro_batch(model, stage=stage, last=i == accumulate - 1)
+                loss = F.cross_entropy(model(t).flatten(0, 1), y.flatten()) / accumulate
+                torch.autograd.backward(loss)
+                total += loss.detach()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if evaluate:
+                with torch.no_grad():
+                    model(tokens)
+            optimizer.step()
+            optimizer.zero_grad()
+            if scope is not None:
+                scope.step(step, loss=total)
+            losses.append(mean_over_ranks(total, ranks))
+    return {"losses": losses, "parameters": {n: whole(p) for n, p in model.named_parameters()}}
+
+
+class Odd(nn.Module):
+    """Rows that no number of ranks divides, a frozen weight, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 6)) for _ in range(2))
+        self.frozen = nn.Linear(6, 5)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Linear(6, 5)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        y: Tensor = self.frozen(x) * self.scale
+        return y
+
+
+def odd(stage: int | str, *, rank: int, ranks: int) -> Found:
+    """Ten rows on four ranks are 3, 3, 3, 1; three are 1, 1, 1, 0."""
+    torch.manual_seed(0)
+    model = placed(Odd(), stage, ranks)
+    optimizer = AdamW(model.parameters(), lr=1e-2, states="fp32")
+    losses = []
+    for step in range(STEPS):
+        x = torch.randn(SEQUENCES, 6, generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
+        loss = model(x).square().mean()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        losses.append(mean_over_ranks(loss.detach(), ranks))
+        none = sorted(name for name, p in model.named_parameters() if p.grad is None)
+        optimizer.zero_grad()
+    return {"losses": losses, "parameters": {n: whole(p) for n, p in model.named_parameters()}, "none": none}
+
+
+def placed(model: nn.Module, stage: int | str, ranks: int) -> nn.Module:
+    """Sharded; one process shards nothing."""
+    if ranks == 1:
+        return shard(model, stage=0)
+    group = 2 if str(stage).lower() == "hybrid_shard" else None
+    return shard(model, stage=stage, mesh=training_mesh("cpu", stage, group=group))
+
+
+def mean_over_ranks(loss: Tensor, ranks: int) -> float:
+    if ranks > 1:
+        dist.all_reduce(loss)
+    return loss.item() / ranks
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def cases(rank: int, ranks: int) -> dict[str, Callable[[], Found]]:
+    found: dict[str, Callable[[], Found]] = {}
+    train = partial(trained, rank=rank, ranks=ranks)
+    for stage in STAGES:
+        found[f"{stage}"] = partial(train, stage)
+        found[f"{stage} accumulated"] = partial(train, stage, accumulate=2)
+        found[f"{stage} odd"] = partial(odd, stage, rank=rank, ranks=ranks)
+    if ranks == 2:
+        for stage in (1, 3):
+            found[f"{stage} probed"] = partial(train, stage, probe=True)
+            found[f"{stage} evaluated"] = partial(train, stage, evaluate=True)
+    return found
+
+
+REFUSALS = {
+    "tensor": "must divide the number of ranks",
+    "group": "must divide the number of data-parallel ranks",
+    "group of stage 2": "is for HYBRID_SHARD",
+    "nodes": "give training_mesh a group",
+    "replicas at stage 3": "which is for HYBRID_SHARD",
+    "one dimension for hybrid": "needs the dimensions replicate, shard",
+    "shards at stage 0": "stage 0 shards nothing",
+    "no names": "must be of replicate, shard, tensor",
+    "tied": "layers.0.0.weight, layers.1.0.weight",
+    "twice": "is sharded already",
+    "empty": "has no parameters",
+}
+
+
+def refusals(ranks: int) -> dict[str, str]:
+    """The message with which each is refused."""
+    tied, twice = Odd(), shard(Odd(), stage=3)
+    first, second = (tied.get_submodule(f"layers.{i}.0") for i in range(2))
+    second.weight = first.weight
+    hybrid = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    calls: dict[str, Callable[[], object]] = {
+        "tensor": lambda: training_mesh("cpu", 2, tensor=3),
+        "group": lambda: training_mesh("cpu", "HYBRID_SHARD", group=3),
+        "group of stage 2": lambda: training_mesh("cpu", 2, group=2),
+        "nodes": lambda: shard(Odd(), stage="HYBRID_SHARD"),
+        "replicas at stage 3": lambda: shard(Odd(), stage=3, mesh=hybrid),
+        "one dimension for hybrid": lambda: shard(Odd(), stage="HYBRID_SHARD", mesh=hybrid["shard"]),
+        "shards at stage 0": lambda: shard(Odd(), stage=0, mesh=init_device_mesh(
+            "cpu", (1, ranks), mesh_dim_names=("replicate", "shard"))),
+        "no names": lambda: shard(Odd(), stage=2, mesh=init_device_mesh("cpu", (1, ranks))),
+        "tied": lambda: shard(tied, stage=2),
+        "twice": lambda: shard(twice, stage=2),
+        "empty": lambda: shard(nn.Tanh(), stage=2),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except Invalid as error:
+            found[name] = str(error)
+    return found
+
+
+def main(rank: int, ranks: int, folder: str) -> None:
+    os.environ["FP8SCOPE_HOME"] = f"{folder}/home.{rank}"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    found = {name: case() for name, case in cases(rank, ranks).items()}
+    found |= {"refusals": refusals(ranks), "expected": REFUSALS}
+    torch.save(found, f"{folder}/out.{rank}")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # see processes.leave
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
