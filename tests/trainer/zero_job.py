@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
 import fp8scope
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.adamw import AdamW, parameter_groups
+from fp8scope_trainer.communication import Traffic
 from fp8scope_trainer.data import batch_at
 from fp8scope_trainer.decoder import Decoder, DecoderConfig
+from fp8scope_trainer.memory import model_state
 from fp8scope_trainer.mesh import training_mesh
 from fp8scope_trainer.shard import micro_batch, shard
 
@@ -40,7 +42,7 @@ def trained(
     model = placed(Decoder(CONFIG), stage, ranks)
     optimizer = AdamW(parameter_groups(model, states="fp32"), lr=1e-3, eps=1e-5)
     text = (torch.arange(20_000) * 2654435761 % 251).to(torch.uint8)
-    losses = []
+    losses, gradients = [], 0
     with fp8scope.attach(model, optimizer, run="zero", every=1, collector="offline", budget=None
                          ) if probe else nullcontext() as scope:
         for step in range(STEPS):
@@ -48,21 +50,45 @@ def trained(
                                        rank=rank, ranks=ranks)
             total = torch.zeros(())
             parts = zip(tokens.chunk(accumulate), targets.chunk(accumulate), strict=True)
-            for i, (t, y) in enumerate(parts):
-                micro_batch(model, stage=stage, last=i == accumulate - 1)
-                loss = F.cross_entropy(model(t).flatten(0, 1), y.flatten()) / accumulate
-                torch.autograd.backward(loss)
-                total += loss.detach()
+            with Traffic() if step == STEPS - 1 else nullcontext() as traffic:
+                for i, (t, y) in enumerate(parts):
+                    micro_batch(model, stage=stage, last=i == accumulate - 1)
+                    loss = F.cross_entropy(model(t).flatten(0, 1), y.flatten()) / accumulate
+                    torch.autograd.backward(loss)
+                    total += loss.detach()
+                    gradients = max(gradients, model_state(model, optimizer).gradients)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if evaluate:
                 with torch.no_grad():
                     model(tokens)
             optimizer.step()
+            held = model_state(model, optimizer)
             optimizer.zero_grad()
             if scope is not None:
                 scope.step(step, loss=total)
             losses.append(mean_over_ranks(total, ranks))
-    return {"losses": losses, "parameters": {n: whole(p) for n, p in model.named_parameters()}}
+    assert traffic is not None
+    return {
+        "losses": losses, "parameters": {n: whole(p) for n, p in model.named_parameters()},
+        "sent": {kind: volume.sent_bytes for kind, volume in traffic.volumes.items()},
+        "held": {"parameters": held.parameters, "gradients": gradients, "states": held.states},
+    }
+
+
+def collectives(rank: int, ranks: int) -> Found:
+    """Each kind once through torch.distributed, on 32 bytes of this rank; three by DTensor."""
+    x, mesh = torch.ones(8), training_mesh("cpu", 3)
+    with Traffic() as traffic:
+        dist.all_reduce(x)
+        dist.all_gather([torch.empty(8) for _ in range(ranks)], x)
+        dist.reduce_scatter(torch.empty(8), [x] * ranks)
+        dist.all_to_all_single(torch.empty(8), x)
+        dist.broadcast(x, 0)
+        dist.send(x, 1) if rank == 0 else dist.recv(x, 0) if rank == 1 else None
+        dist.barrier()
+        for have, want in ((Shard(0), Replicate()), (Partial(), Replicate()), (Partial(), Shard(0))):
+            DTensor.from_local(x, mesh, [have]).redistribute(mesh, [want])
+    return {kind: (volume.calls, volume.sent_bytes) for kind, volume in traffic.volumes.items()}
 
 
 class Odd(nn.Module):
@@ -126,6 +152,7 @@ def cases(rank: int, ranks: int) -> dict[str, Callable[[], Found]]:
         found[f"{stage}"] = partial(train, stage)
         found[f"{stage} accumulated"] = partial(train, stage, accumulate=2)
         found[f"{stage} odd"] = partial(odd, stage, rank=rank, ranks=ranks)
+    found["collectives"] = partial(collectives, rank, ranks)
     if ranks == 2:
         for stage in (1, 3):
             found[f"{stage} probed"] = partial(train, stage, probe=True)
