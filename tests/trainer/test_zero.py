@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,7 +37,9 @@ def job() -> ModuleType:
 @pytest.fixture(scope="module")
 def alone(job: ModuleType) -> dict[str, dict[str, Any]]:
     """One process, the whole batch at once."""
-    return {"decoder": job.trained(0, rank=0, ranks=1), "odd": job.odd(0, rank=0, ranks=1)}
+    train = partial(job.trained, 0, rank=0, ranks=1)
+    return {"decoder": train(), "cut": train(cut=True), "cut fp8": train(cut=True, fp8=True),
+            "odd": job.odd(0, rank=0, ranks=1)}
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +89,29 @@ def test_odd_models_train_as_one_process(
     _agree(ranks, f"{stage} odd", alone["odd"])
     without_gradient = ["frozen.bias", "frozen.weight", "unused.bias", "unused.weight"]
     assert ranks[0][f"{stage} odd"]["none"] == without_gradient
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stages_train_as_one_process_with_tensor_parallelism(
+    ranks: Ranks, alone: dict[str, dict[str, Any]], stage: str
+) -> None:
+    """Two ranks share each layer, times one or two data-parallel ranks: losses and weights within 1e-5."""
+    _agree(ranks, f"{stage} cut", alone["cut"])
+
+
+def test_a_cut_layer_runs_in_fp8(ranks: Ranks, alone: dict[str, dict[str, Any]]) -> None:
+    """Losses within 1e-3 of one process's FP8 run, and not those of fp32; ranks are alike."""
+    found = [rank["3 cut fp8"] for rank in ranks]
+    assert found[0]["losses"] == pytest.approx(alone["cut fp8"]["losses"], rel=1e-3)
+    assert found[0]["losses"] != ranks[0]["3 cut"]["losses"]
+    for name, value in found[0]["parameters"].items():
+        assert all(torch.equal(value, one["parameters"][name]) for one in found), name
+
+
+def test_tensor_parallelism_sends_four_activations_a_block(two: Ranks) -> None:
+    """Two all_reduces forward and two backward of [8, 16, 128] in fp32, in two blocks, on two ranks."""
+    for name in ("3 cut", "3 cut fp8"):
+        assert two[0][name]["sent"] == pytest.approx({"all_reduce": 2 * 4 * 8 * 16 * 128 * 4}, rel=0.05)
 
 
 @pytest.mark.parametrize("pair", [("1", "3"), ("shard_grad_op", "3"),

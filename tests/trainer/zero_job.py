@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ import fp8scope
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.communication import Traffic
+from fp8scope_trainer.convert import convert
 from fp8scope_trainer.data import batch_at
 from fp8scope_trainer.decoder import Decoder, DecoderConfig
 from fp8scope_trainer.memory import model_state
@@ -28,6 +30,8 @@ from fp8scope_trainer.mesh import training_mesh
 from fp8scope_trainer.shard import micro_batch, shard
 
 CONFIG = DecoderConfig(width=128, layers=2, heads=2, kv_heads=2, head_width=64, hidden=128, context=16)
+CUT = DecoderConfig(width=128, layers=2, heads=8, kv_heads=4, head_width=32, hidden=256, context=16)
+"""Two ranks can share its layers, in FP8 too."""
 STEPS, SEQUENCES = 3, 8
 STAGES: tuple[int | str, ...] = ("NO_SHARD", 1, "shard_grad_op", 3, "Hybrid_Shard")
 Found = dict[str, Any]
@@ -35,11 +39,16 @@ Found = dict[str, Any]
 
 def trained(
     stage: int | str, *, rank: int, ranks: int, accumulate: int = 1, probe: bool = False,
-    evaluate: bool = False,
+    evaluate: bool = False, tensor: int = 1, cut: bool = False,
+    fp8: bool = False,
 ) -> Found:
-    """The decoder in fp32 on the same eight sequences a step, however they are dealt out."""
+    """The decoder in fp32, or with FP8 layers, on eight sequences a step, however they are dealt out."""
     torch.manual_seed(0)
-    model = placed(Decoder(CONFIG), stage, ranks)
+    model: nn.Module = Decoder(CUT if cut or tensor > 1 else CONFIG)
+    if fp8:
+        convert(model)
+    placed(model, stage, ranks, tensor)
+    rank, ranks = rank // tensor, ranks // tensor  # those of one tensor group get the same sequences
     optimizer = AdamW(parameter_groups(model, states="fp32"), lr=1e-3, eps=1e-5)
     text = (torch.arange(20_000) * 2654435761 % 251).to(torch.uint8)
     losses, gradients = [], 0
@@ -66,7 +75,7 @@ def trained(
             optimizer.zero_grad()
             if scope is not None:
                 scope.step(step, loss=total)
-            losses.append(mean_over_ranks(total, ranks))
+            losses.append(mean_over_ranks(total))
     assert traffic is not None
     return {
         "losses": losses, "parameters": {n: whole(p) for n, p in model.named_parameters()},
@@ -121,24 +130,25 @@ def odd(stage: int | str, *, rank: int, ranks: int) -> Found:
         loss = model(x).square().mean()
         torch.autograd.backward(loss)
         optimizer.step()
-        losses.append(mean_over_ranks(loss.detach(), ranks))
+        losses.append(mean_over_ranks(loss.detach()))
         none = sorted(name for name, p in model.named_parameters() if p.grad is None)
         optimizer.zero_grad()
     return {"losses": losses, "parameters": {n: whole(p) for n, p in model.named_parameters()}, "none": none}
 
 
-def placed(model: nn.Module, stage: int | str, ranks: int) -> nn.Module:
+def placed(model: nn.Module, stage: int | str, ranks: int, tensor: int = 1) -> nn.Module:
     """Sharded; one process shards nothing."""
     if ranks == 1:
         return shard(model, stage=0)
-    group = 2 if str(stage).lower() == "hybrid_shard" else None
-    return shard(model, stage=stage, mesh=training_mesh("cpu", stage, group=group))
+    group = max(1, 2 // tensor) if str(stage).lower() == "hybrid_shard" else None
+    return shard(model, stage=stage, mesh=training_mesh("cpu", stage, tensor=tensor, group=group))
 
 
-def mean_over_ranks(loss: Tensor, ranks: int) -> float:
-    if ranks > 1:
-        dist.all_reduce(loss)
-    return loss.item() / ranks
+def mean_over_ranks(loss: Tensor) -> float:
+    if not dist.is_initialized():
+        return loss.item()
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -147,12 +157,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 def cases(rank: int, ranks: int) -> dict[str, Callable[[], Found]]:
     found: dict[str, Callable[[], Found]] = {}
+    found["collectives"] = partial(collectives, rank, ranks)
     train = partial(trained, rank=rank, ranks=ranks)
     for stage in STAGES:
         found[f"{stage}"] = partial(train, stage)
         found[f"{stage} accumulated"] = partial(train, stage, accumulate=2)
         found[f"{stage} odd"] = partial(odd, stage, rank=rank, ranks=ranks)
-    found["collectives"] = partial(collectives, rank, ranks)
+        found[f"{stage} cut"] = partial(train, stage, tensor=2)
+    found["3 cut fp8"] = partial(train, 3, tensor=2, fp8=True)
     if ranks == 2:
         for stage in (1, 3):
             found[f"{stage} probed"] = partial(train, stage, probe=True)
@@ -172,6 +184,10 @@ REFUSALS = {
     "tied": "layers.0.0.weight, layers.1.0.weight",
     "twice": "is sharded already",
     "empty": "has no parameters",
+    "cut without a plan": "has no plan for tensor parallelism",
+    "cut heads": "kv_heads = 1: must be a multiple of 2",
+    "cut runs": "hidden = 64: must be a multiple of 128",
+    "cut fp8": "layers.0.attention.qkv = '384 rows': cannot be cut for 2 ranks in FP8",
 }
 
 
@@ -180,6 +196,9 @@ def refusals(ranks: int) -> dict[str, str]:
     tied, twice = Odd(), shard(Odd(), stage=3)
     first, second = (tied.get_submodule(f"layers.{i}.0") for i in range(2))
     second.weight = first.weight
+    cut = training_mesh("cpu", 2, tensor=2)
+    odd_rows = Decoder(replace(CUT, kv_heads=2))  # (8 + 2 x 2) x 32 rows are 192 for each of two ranks
+    convert(odd_rows)
     hybrid = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
     calls: dict[str, Callable[[], object]] = {
         "tensor": lambda: training_mesh("cpu", 2, tensor=3),
@@ -194,6 +213,10 @@ def refusals(ranks: int) -> dict[str, str]:
         "tied": lambda: shard(tied, stage=2),
         "twice": lambda: shard(twice, stage=2),
         "empty": lambda: shard(nn.Tanh(), stage=2),
+        "cut without a plan": lambda: shard(Odd(), stage=2, mesh=cut),
+        "cut heads": lambda: shard(Decoder(replace(CUT, kv_heads=1)), stage=2, mesh=cut),
+        "cut runs": lambda: shard(Decoder(replace(CUT, hidden=64)), stage=2, mesh=cut),
+        "cut fp8": lambda: shard(odd_rows, stage=2, mesh=cut),
     }
     found = {}
     for name, call in calls.items():

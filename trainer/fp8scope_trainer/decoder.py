@@ -2,9 +2,12 @@
 
 Shapes: tokens [B, T] -> logits [B, T, vocabulary]. Query, key and value share one projection (`qkv`), gate
 and up another (`gate_up`): the input is quantized once and its codes are saved once, where separate
-projections would each save their own copy. Softmax, norms, embedding and head stay in high precision.
+projections would each save their own copy. Their rows are ordered so that any whole number of ranks can each
+take a run of them: by key/value head (its queries, then its key and its value), and gate and up in turns of
+`RUN` rows. Softmax, norms, embedding and head stay in high precision.
 """
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,6 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8scope_protocol.errors import Invalid
+
+RUN = 64
+"""Rows of gate, then as many of up, where the inner size is a multiple of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,8 +118,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         c = self.config
-        heads = self.qkv(x).unflatten(-1, (-1, c.head_width)).transpose(1, 2)  # [B, all heads, T, head_width]
-        q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+        served = c.heads // c.kv_heads
+        groups = self.qkv(x).unflatten(-1, (-1, served + 2, c.head_width))  # [B, T, kv heads, q.. k v, width]
+        q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in groups.split([served, 1, 1], dim=3))
         q, k = rotate(self.q_norm(q), c.rope_base), rotate(self.k_norm(k), c.rope_base)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.heads != c.kv_heads)
         return cast(Tensor, self.out(y.transpose(1, 2).flatten(2)))
@@ -124,12 +131,13 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
+        self.run = math.gcd(RUN, config.hidden)
         self.gate_up = nn.Linear(config.width, 2 * config.hidden, bias=False)
         self.down = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return cast(Tensor, self.down(F.silu(gate) * up))
+        gate, up = self.gate_up(x).unflatten(-1, (-1, 2, self.run)).unbind(-2)  # [B, T, runs, run]
+        return cast(Tensor, self.down((F.silu(gate) * up).flatten(-2)))
 
 
 def rotate(x: Tensor, base: float) -> Tensor:

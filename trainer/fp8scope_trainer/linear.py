@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self, get_args
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from fp8scope.observer import LinearObserver, Told
 from fp8scope_protocol.commands import Precision
@@ -105,8 +106,9 @@ class Fp8Linear(nn.Linear):
         offer = None
         if self.shared is not None and call.shareable and not input.is_inference():
             offer = self.shared.offer(input, self.recipe, x.dtype)
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
         y: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            x.reshape(-1, self.in_features), self.weight, call, offer)
+            x.reshape(-1, self.in_features), weight, call, offer)
         y = y.view(*input.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.mesh import axes
 from fp8scope_trainer.stage import Stage, parse_stage
+from fp8scope_trainer.tensor_parallel import cut_layers
 
 
 def shard(
@@ -38,7 +39,8 @@ def shard(
 
     Each element of a ModuleList is a unit whose parameters are gathered together. `compute` is the dtype
     that parameters are gathered in; gradients are always reduced in fp32. The default mesh is every rank,
-    others come from `training_mesh`. Without a process group only stage 0 is possible, and nothing is done.
+    others come from `training_mesh`; with a dimension `tensor` the layers of a Decoder are cut, too. Without
+    a process group only stage 0 is possible, and nothing is done.
     """
     which, needs = parse_stage(stage), "needs torch.distributed.init_process_group; accepted without:"
     if not dist.is_initialized():
@@ -50,6 +52,8 @@ def shard(
     units = tuple(_units(model))
     _check(model, units)
     layout = axes(mesh, which, next(model.parameters()).device.type)
+    if layout.tensor is not None:
+        cut_layers(model, layout.tensor)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     free = not which.keeps_parameters
     for unit in (*units, model):
