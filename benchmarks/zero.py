@@ -6,7 +6,8 @@ The reference decoder on 2 and on 4 gloo ranks of the CPU, one optimizer step of
 first one. Held: bytes of a rank in parameters, gradients (the most between two backward passes) and fp32
 moments. Sent: bytes of a rank in a step by kind of collective, by the ring (see communication.py). N is the
 number of parameters; theory is 4N for each of parameters, gradients and the two moments, over the ranks
-where a stage shards them. The ratios are measured / theory.
+where a stage shards them. The ratios are measured / theory. "FP8 weights" gathers codes and scales of the
+layers whose rows divide into 128 for each rank, all else in BF16.
 """
 
 import argparse
@@ -24,26 +25,36 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from fp8scope_protocol.formats import TILE
 from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.communication import Traffic, expected_traffic
+from fp8scope_trainer.convert import convert
 from fp8scope_trainer.decoder import Decoder, DecoderConfig, demo
+from fp8scope_trainer.linear import Fp8Linear
 from fp8scope_trainer.memory import model_state
 from fp8scope_trainer.mesh import training_mesh
 from fp8scope_trainer.shard import micro_batch, shard
 
 ACCUMULATE, LENGTH = 2, 16
 STAGES: tuple[int | str, ...] = (0, 1, 2, 3, "HYBRID_SHARD")
+BF16, CODES = "3, gathered in BF16", "3, FP8 weights"
+"""Rows of stage 3 with FP8 layers, and what their weights are gathered as."""
 SMALL = DecoderConfig(width=128, layers=2, heads=2, kv_heads=2, head_width=64, hidden=128, context=LENGTH)
 
 
-def measured(stage: int | str, ranks: int, config: DecoderConfig) -> dict[str, Any]:
+def measured(name: int | str, ranks: int, config: DecoderConfig) -> dict[str, Any]:
     """One rank: bytes held and sent in the second step, and what they should be."""
     torch.manual_seed(0)
-    group = 2 if stage == "HYBRID_SHARD" else None
+    stage, low = (3, True) if name in (BF16, CODES) else (name, False)
     model: nn.Module = Decoder(config)
+    if low:
+        convert(model)
     n = sum(p.numel() for p in model.parameters())
-    mesh = training_mesh("cpu", stage, group=group)
-    shard(model, stage=stage, mesh=mesh)
+    mesh = training_mesh("cpu", stage, group=2 if stage == "HYBRID_SHARD" else None)
+    shards = mesh["shard"].size()
+    codes = sum(m.weight.numel() for m in model.modules() if isinstance(m, Fp8Linear)
+                and m.weight.shape[0] % (TILE * shards) == 0) if name == CODES else 0
+    shard(model, stage=stage, mesh=mesh, compute=torch.bfloat16 if low else None, fp8_gather=name == CODES)
     optimizer = AdamW(parameter_groups(model, states="fp32"))
     for _ in range(2):
         gradients = 0
@@ -57,9 +68,9 @@ def measured(stage: int | str, ranks: int, config: DecoderConfig) -> dict[str, A
             optimizer.step()
         held = model_state(model, optimizer)
         optimizer.zero_grad()
-    shards, replicas = mesh["shard"].size(), ranks // mesh["shard"].size()
-    theory = expected_traffic(stage, gathered_bytes=4 * n, reduced_bytes=4 * n, shard=shards,
-                              replicate=replicas, accumulate=ACCUMULATE)
+    gathered = 2 * (n - codes) + codes * (1 + 4 / TILE**2) if low else 4 * n
+    theory = expected_traffic(stage, gathered_bytes=gathered, reduced_bytes=4 * n, shard=shards,
+                              replicate=ranks // shards, accumulate=ACCUMULATE)
     return {
         "n": n,
         "held": {"parameters": held.parameters, "gradients": gradients, "states": held.states},
@@ -74,7 +85,7 @@ def rank_main(rank: int, ranks: int, folder: str, quick: bool) -> None:
     """One rank of one world; rank 0 writes what it found."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     config = SMALL if quick else demo()
-    found = {str(stage): measured(stage, ranks, config) for stage in STAGES
+    found = {str(stage): measured(stage, ranks, config) for stage in (*STAGES, BF16, CODES)
              if stage != "HYBRID_SHARD" or ranks > 2}
     if rank == 0:
         Path(folder, "found").write_text(json.dumps(found))

@@ -160,6 +160,31 @@ def test_every_kind_of_collective_is_counted_by_the_ring(ranks: Ranks) -> None:
         assert found["collectives"] == expected | ({"send": (1, 32)} if rank == 0 else {})
 
 
+def test_gathered_codes_are_those_of_the_whole_weight(ranks: Ranks) -> None:
+    """To the bit, where 128 rows divide evenly; other layers gather the weight. A shard is saved as it is."""
+    for rank in ranks:
+        assert rank["gathered"]["codes"] == {"layers.0.attention.qkv": True, "layers.0.mlp.gate_up": True}
+        assert rank["gathered"]["other"] == ["layers.0.attention.out", "layers.0.mlp.down"]
+        assert rank["gathered"]["saved"]
+
+
+@pytest.mark.parametrize("how", ["", ", switched", ", accumulated", ", hybrid", ", probed"])
+def test_gathering_codes_changes_no_bit(two: Ranks, four: Ranks, how: str) -> None:
+    """Losses and weights as without: in BF16, with a layer in bf16 for a step, accumulated, probed."""
+    for rank in (*two, *(four if how != ", probed" else ())):
+        codes, weights = (rank[f"gathered {word}{how}"] for word in ("codes", "weights"))
+        assert codes["losses"] == weights["losses"]
+        for name, value in weights["parameters"].items():
+            assert torch.equal(codes["parameters"][name], value), name
+
+
+def test_codes_are_half_of_bf16(ranks: Ranks) -> None:
+    """Four weights of [512, 128], gathered twice: N + N / 4,096 bytes instead of 2 N each time."""
+    n, share = 4 * 512 * 128, (len(ranks) - 1) / len(ranks)
+    codes, weights = (ranks[0][f"gathered {word}"]["sent"]["all_gather"] for word in ("codes", "weights"))
+    assert weights - codes == pytest.approx(2 * share * (2 * n - n * (1 + 1 / 4096)))
+
+
 def test_theory_is_that_of_the_papers() -> None:
     """Of one dtype and without accumulation 1 and 2 send what DDP sends, 3 sends 1.5 times as much."""
     sent = {stage: sum(expected_traffic(stage, gathered_bytes=1, reduced_bytes=1, shard=shard,

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from io import BytesIO
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
@@ -25,8 +27,11 @@ from fp8scope_trainer.communication import Traffic
 from fp8scope_trainer.convert import convert
 from fp8scope_trainer.data import batch_at
 from fp8scope_trainer.decoder import Decoder, DecoderConfig
+from fp8scope_trainer.fp8_gather import GatheredWeight
+from fp8scope_trainer.linear import Fp8Linear
 from fp8scope_trainer.memory import model_state
 from fp8scope_trainer.mesh import training_mesh
+from fp8scope_trainer.recipe import Recipe, quantize_weight
 from fp8scope_trainer.shard import micro_batch, shard
 
 CONFIG = DecoderConfig(width=128, layers=2, heads=2, kv_heads=2, head_width=64, hidden=128, context=16)
@@ -40,14 +45,14 @@ Found = dict[str, Any]
 def trained(
     stage: int | str, *, rank: int, ranks: int, accumulate: int = 1, probe: bool = False,
     evaluate: bool = False, tensor: int = 1, cut: bool = False,
-    fp8: bool = False,
+    fp8: bool = False, fp8_gather: bool = False, compute: torch.dtype | None = None, switch: bool = False,
 ) -> Found:
     """The decoder in fp32, or with FP8 layers, on eight sequences a step, however they are dealt out."""
     torch.manual_seed(0)
     model: nn.Module = Decoder(CUT if cut or tensor > 1 else CONFIG)
     if fp8:
         convert(model)
-    placed(model, stage, ranks, tensor)
+    placed(model, stage, ranks, tensor, fp8_gather=fp8_gather, compute=compute)
     rank, ranks = rank // tensor, ranks // tensor  # those of one tensor group get the same sequences
     optimizer = AdamW(parameter_groups(model, states="fp32"), lr=1e-3, eps=1e-5)
     text = (torch.arange(20_000) * 2654435761 % 251).to(torch.uint8)
@@ -55,6 +60,10 @@ def trained(
     with fp8scope.attach(model, optimizer, run="zero", every=1, collector="offline", budget=None
                          ) if probe else nullcontext() as scope:
         for step in range(STEPS):
+            if switch:
+                layer = model.get_submodule("layers.1.mlp.gate_up")
+                assert isinstance(layer, Fp8Linear)
+                layer.set_precision("bf16" if step == 1 else "fp8")
             tokens, targets = batch_at(text, step=step, batch=SEQUENCES // ranks, length=CONFIG.context,
                                        rank=rank, ranks=ranks)
             total = torch.zeros(())
@@ -136,12 +145,43 @@ def odd(stage: int | str, *, rank: int, ranks: int) -> Found:
     return {"losses": losses, "parameters": {n: whole(p) for n, p in model.named_parameters()}, "none": none}
 
 
-def placed(model: nn.Module, stage: int | str, ranks: int, tensor: int = 1) -> nn.Module:
+def placed(model: nn.Module, stage: int | str, ranks: int, tensor: int = 1, **options: Any) -> nn.Module:
     """Sharded; one process shards nothing."""
     if ranks == 1:
         return shard(model, stage=0)
     group = max(1, 2 // tensor) if str(stage).lower() == "hybrid_shard" else None
-    return shard(model, stage=stage, mesh=training_mesh("cpu", stage, tensor=tensor, group=group))
+    return shard(model, stage=stage, mesh=training_mesh("cpu", stage, tensor=tensor, group=group),
+                 **options)
+
+
+def gathered(rank: int, ranks: int) -> Found:
+    """Of the first layer: whether the gathered codes are those of the whole weight; which gather otherwise;
+    whether a shard is saved and loaded as a plain tensor."""
+    torch.manual_seed(0)
+    model = Decoder(CUT)
+    convert(model)
+    names = [f"layers.0.{part}" for part in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")]
+    weights = [model.get_parameter(f"{name}.weight").detach().clone() for name in names]
+    placed(model, 3, ranks, fp8_gather=True)
+    layer = model.get_submodule("layers.0")
+    assert isinstance(layer, FSDPModule)
+    layer.unshard()
+    found: Found = {"codes": {}, "other": []}
+    for name, weight in zip(names, weights, strict=True):
+        ours, exact = model.get_parameter(f"{name}.weight"), quantize_weight(weight, Recipe())
+        if isinstance(ours, GatheredWeight):
+            codes, scales, _ = ours.quantized
+            found["codes"][name] = (torch.equal(codes.view(torch.uint8), exact.codes.view(torch.uint8))
+                                    and torch.equal(scales, exact.scales))
+        else:
+            found["other"].append(name)
+    layer.reshard()
+    part, file = model.get_parameter(f"{names[0]}.weight"), BytesIO()
+    assert isinstance(part, DTensor)
+    torch.save(part._local_tensor, file)
+    file.seek(0)
+    found["saved"] = torch.equal(torch.load(file, weights_only=True), weights[0].chunk(ranks)[rank])
+    return found
 
 
 def mean_over_ranks(loss: Tensor) -> float:
@@ -165,6 +205,17 @@ def cases(rank: int, ranks: int) -> dict[str, Callable[[], Found]]:
         found[f"{stage} odd"] = partial(odd, stage, rank=rank, ranks=ranks)
         found[f"{stage} cut"] = partial(train, stage, tensor=2)
     found["3 cut fp8"] = partial(train, 3, tensor=2, fp8=True)
+    found["gathered"] = partial(gathered, rank, ranks)
+    for gather in (False, True):
+        one = partial(train, 3, cut=True, fp8=True, fp8_gather=gather)
+        word = "codes" if gather else "weights"
+        found[f"gathered {word}"] = partial(one, compute=torch.bfloat16)
+        found[f"gathered {word}, switched"] = partial(one, switch=True)
+        found[f"gathered {word}, accumulated"] = partial(one, accumulate=2)
+        found[f"gathered {word}, hybrid"] = partial(train, "HYBRID_SHARD", cut=True, fp8=True,
+                                                    fp8_gather=gather)
+        if ranks == 2:
+            found[f"gathered {word}, probed"] = partial(one, probe=True)
     if ranks == 2:
         for stage in (1, 3):
             found[f"{stage} probed"] = partial(train, stage, probe=True)
@@ -184,6 +235,8 @@ REFUSALS = {
     "tied": "layers.0.0.weight, layers.1.0.weight",
     "twice": "is sharded already",
     "empty": "has no parameters",
+    "codes at stage 2": "is for stage 3 and HYBRID_SHARD, not for 2",
+    "codes of cut layers": "does not go with tensor parallelism",
     "cut without a plan": "has no plan for tensor parallelism",
     "cut heads": "kv_heads = 1: must be a multiple of 2",
     "cut runs": "hidden = 64: must be a multiple of 128",
@@ -213,6 +266,8 @@ def refusals(ranks: int) -> dict[str, str]:
         "tied": lambda: shard(tied, stage=2),
         "twice": lambda: shard(twice, stage=2),
         "empty": lambda: shard(nn.Tanh(), stage=2),
+        "codes at stage 2": lambda: shard(Decoder(CUT), stage=2, fp8_gather=True),
+        "codes of cut layers": lambda: shard(Decoder(CUT), stage=3, mesh=cut, fp8_gather=True),
         "cut without a plan": lambda: shard(Odd(), stage=2, mesh=cut),
         "cut heads": lambda: shard(Decoder(replace(CUT, kv_heads=1)), stage=2, mesh=cut),
         "cut runs": lambda: shard(Decoder(replace(CUT, hidden=64)), stage=2, mesh=cut),

@@ -66,9 +66,10 @@ def hand_over_forward(
     if recipe.scaling == "block":
         watcher.tensor("activation", "columnwise", x.t(), column, scaling=recipe.wgrad_scaling,
                        policy=recipe.policy, power_of_two=two)
-    watcher.tensor("weight", "rowwise", weight, weight_scales, scaling=recipe.weight_scaling,
-                   policy="current", power_of_two=two)
-    watcher.gemm(x, weight, row, weight_scales, scaling=scaling, weight_scaling=recipe.weight_scaling)
+    if not hasattr(weight, "quantized"):  # of a weight that was gathered in FP8 nothing else is here
+        watcher.tensor("weight", "rowwise", weight, weight_scales, scaling=recipe.weight_scaling,
+                       policy="current", power_of_two=two)
+        watcher.gemm(x, weight, row, weight_scales, scaling=scaling, weight_scaling=recipe.weight_scaling)
     if recipe.wgrad_activation == "block":  # as tiles, all rows of a block with one scale
         column = column.repeat_interleave(TILE, dim=0)[:x.shape[1]]
     return watcher.sample(x, column)

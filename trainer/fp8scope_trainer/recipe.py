@@ -12,6 +12,7 @@ and is read again anyway, stays with current scaling.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -134,7 +135,9 @@ def quantize_for_wgrad(x: Tensor, recipe: Recipe, scale: Tensor | None = None) -
 
 
 def quantize_weight(weight: Tensor, recipe: Recipe) -> Quantized:
-    """weight [N, K] in blocks."""
+    """weight [N, K] in blocks: its own codes, if it was gathered as such (see `fp8_gather`)."""
+    if (gathered := getattr(weight, "quantized", None)) is not None:
+        return cast(Quantized, gathered)
     return backend.quantize_blocks(weight, E4M3, power_of_two=recipe.power_of_two)
 
 

@@ -26,21 +26,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fp8scope_protocol.errors import Invalid
-from fp8scope_trainer.mesh import axes
+from fp8scope_trainer.fp8_gather import gather_in_fp8
+from fp8scope_trainer.mesh import Axes, axes
 from fp8scope_trainer.stage import Stage, parse_stage
 from fp8scope_trainer.tensor_parallel import cut_layers
 
 
 def shard(
     model: nn.Module, stage: int | str | Stage = 2, mesh: DeviceMesh | None = None, *,
-    compute: torch.dtype | None = None,
+    compute: torch.dtype | None = None, fp8_gather: bool = False,
 ) -> nn.Module:
     """Shards `model` in place and returns it. Call it after `convert` and before making the optimizer.
 
     Each element of a ModuleList is a unit whose parameters are gathered together. `compute` is the dtype
     that parameters are gathered in; gradients are always reduced in fp32. The default mesh is every rank,
-    others come from `training_mesh`; with a dimension `tensor` the layers of a Decoder are cut, too. Without
-    a process group only stage 0 is possible, and nothing is done.
+    others come from `training_mesh`; with a dimension `tensor` the layers of a Decoder are cut, too.
+    `fp8_gather`: at stage 3 and HYBRID_SHARD, weights of FP8 layers are gathered as codes where they can be.
+    Without a process group only stage 0 is possible, and nothing is done.
     """
     which, needs = parse_stage(stage), "needs torch.distributed.init_process_group; accepted without:"
     if not dist.is_initialized():
@@ -54,10 +56,14 @@ def shard(
     layout = axes(mesh, which, next(model.parameters()).device.type)
     if layout.tensor is not None:
         cut_layers(model, layout.tensor)
+    if fp8_gather:
+        _check_fp8_gather(which, layout)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     free = not which.keeps_parameters
     for unit in (*units, model):
         fully_shard(unit, mesh=layout.data, mp_policy=policy, reshard_after_forward=free)
+    if fp8_gather:
+        gather_in_fp8(model)
     model.register_forward_hook(_reshard_after_evaluation)
     return model
 
@@ -106,6 +112,13 @@ def _check(model: nn.Module, units: tuple[nn.Module, ...]) -> None:
                 raise Invalid("model", f"{first}, {path}",
                               "share a weight across units that are gathered apart, which would lose its "
                               "gradients; untie them, or keep both outside of module lists")
+
+
+def _check_fp8_gather(stage: Stage, layout: Axes) -> None:
+    if stage not in (Stage.PARAMETERS, Stage.HYBRID):
+        raise Invalid("fp8_gather", True, f"is for stage 3 and HYBRID_SHARD, not for {stage.value}")
+    if layout.tensor is not None:
+        raise Invalid("fp8_gather", True, "does not go with tensor parallelism; accepted with it: False")
 
 
 def _reshard_after_evaluation(model: nn.Module, args: object, output: object) -> None:
