@@ -1,4 +1,4 @@
-"""One rank of the jobs of test_zero.py: `python zero_job.py RANK RANKS FOLDER`.
+"""One rank of the jobs of test_zero.py: `python zero_job.py RANK RANKS FOLDER DEVICE`.
 
 Also imported by the test, for the same work in one process.
 """
@@ -46,13 +46,14 @@ def trained(
     stage: int | str, *, rank: int, ranks: int, accumulate: int = 1, probe: bool = False,
     evaluate: bool = False, tensor: int = 1, cut: bool = False,
     fp8: bool = False, fp8_gather: bool = False, compute: torch.dtype | None = None, switch: bool = False,
+    device: str = "cpu",
 ) -> Found:
     """The decoder in fp32, or with FP8 layers, on eight sequences a step, however they are dealt out."""
     torch.manual_seed(0)
-    model: nn.Module = Decoder(CUT if cut or tensor > 1 else CONFIG)
+    model: nn.Module = Decoder(CUT if cut or tensor > 1 else CONFIG).to(device)
     if fp8:
         convert(model)
-    placed(model, stage, ranks, tensor, fp8_gather=fp8_gather, compute=compute)
+    placed(model, stage, ranks, tensor, device, fp8_gather=fp8_gather, compute=compute)
     rank, ranks = rank // tensor, ranks // tensor  # those of one tensor group get the same sequences
     optimizer = AdamW(parameter_groups(model, states="fp32"), lr=1e-3, eps=1e-5)
     text = (torch.arange(20_000) * 2654435761 % 251).to(torch.uint8)
@@ -66,7 +67,8 @@ def trained(
                 layer.set_precision("bf16" if step == 1 else "fp8")
             tokens, targets = batch_at(text, step=step, batch=SEQUENCES // ranks, length=CONFIG.context,
                                        rank=rank, ranks=ranks)
-            total = torch.zeros(())
+            tokens, targets = tokens.to(device), targets.to(device)
+            total = torch.zeros((), device=device)
             parts = zip(tokens.chunk(accumulate), targets.chunk(accumulate), strict=True)
             with Traffic() if step == STEPS - 1 else nullcontext() as traffic:
                 for i, (t, y) in enumerate(parts):
@@ -145,12 +147,13 @@ def odd(stage: int | str, *, rank: int, ranks: int) -> Found:
     return {"losses": losses, "parameters": {n: whole(p) for n, p in model.named_parameters()}, "none": none}
 
 
-def placed(model: nn.Module, stage: int | str, ranks: int, tensor: int = 1, **options: Any) -> nn.Module:
+def placed(model: nn.Module, stage: int | str, ranks: int, tensor: int = 1, device: str = "cpu",
+           **options: Any) -> nn.Module:
     """Sharded; one process shards nothing."""
     if ranks == 1:
         return shard(model, stage=0)
     group = max(1, 2 // tensor) if str(stage).lower() == "hybrid_shard" else None
-    return shard(model, stage=stage, mesh=training_mesh("cpu", stage, tensor=tensor, group=group),
+    return shard(model, stage=stage, mesh=training_mesh(device, stage, tensor=tensor, group=group),
                  **options)
 
 
@@ -203,19 +206,21 @@ def cases(rank: int, ranks: int) -> dict[str, Callable[[], Found]]:
         found[f"{stage}"] = partial(train, stage)
         found[f"{stage} accumulated"] = partial(train, stage, accumulate=2)
         found[f"{stage} odd"] = partial(odd, stage, rank=rank, ranks=ranks)
-        found[f"{stage} cut"] = partial(train, stage, tensor=2)
+        if ranks > 2 or stage == 3:
+            found[f"{stage} cut"] = partial(train, stage, tensor=2)
     found["3 cut fp8"] = partial(train, 3, tensor=2, fp8=True)
     found["gathered"] = partial(gathered, rank, ranks)
     for gather in (False, True):
         one = partial(train, 3, cut=True, fp8=True, fp8_gather=gather)
         word = "codes" if gather else "weights"
         found[f"gathered {word}"] = partial(one, compute=torch.bfloat16)
-        found[f"gathered {word}, switched"] = partial(one, switch=True)
-        found[f"gathered {word}, accumulated"] = partial(one, accumulate=2)
-        found[f"gathered {word}, hybrid"] = partial(train, "HYBRID_SHARD", cut=True, fp8=True,
-                                                    fp8_gather=gather)
         if ranks == 2:
+            found[f"gathered {word}, switched"] = partial(one, switch=True)
+            found[f"gathered {word}, accumulated"] = partial(one, accumulate=2)
             found[f"gathered {word}, probed"] = partial(one, probe=True)
+        else:
+            found[f"gathered {word}, hybrid"] = partial(train, "HYBRID_SHARD", cut=True, fp8=True,
+                                                        fp8_gather=gather)
     if ranks == 2:
         for stage in (1, 3):
             found[f"{stage} probed"] = partial(train, stage, probe=True)
@@ -282,11 +287,24 @@ def refusals(ranks: int) -> dict[str, str]:
     return found
 
 
-def main(rank: int, ranks: int, folder: str) -> None:
+def cuda_cases(rank: int, ranks: int) -> dict[str, Callable[[], Found]]:
+    train = partial(trained, rank=rank, ranks=ranks, cut=True, fp8=True, compute=torch.bfloat16,
+                    device="cuda")
+    found: dict[str, Callable[[], Found]] = {f"{stage}": partial(train, stage) for stage in (0, 1, 2, 3)}
+    return found | {"codes": partial(train, 3, fp8_gather=True), "cut": partial(train, 3, tensor=2),
+                    "switched": partial(train, 3, fp8_gather=True, switch=True)}
+
+
+def main(rank: int, ranks: int, folder: str, device: str) -> None:
     os.environ["FP8SCOPE_HOME"] = f"{folder}/home.{rank}"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    found = {name: case() for name, case in cases(rank, ranks).items()}
-    found |= {"refusals": refusals(ranks), "expected": REFUSALS}
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", rank=rank, world_size=ranks,
+                            init_method=f"file://{folder}/store")
+    found: dict[str, Any] = {
+        name: case() for name, case in (cases if device == "cpu" else cuda_cases)(rank, ranks).items()}
+    if device == "cpu":
+        found |= {"refusals": refusals(ranks), "expected": REFUSALS}
     torch.save(found, f"{folder}/out.{rank}")
     dist.barrier()
     sys.stdout.flush()
@@ -294,4 +312,4 @@ def main(rank: int, ranks: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
