@@ -135,6 +135,8 @@ def gather_in_fp8(model: nn.Module) -> tuple[str, ...]:
         ranks = parameter.shard_mesh.size()
         if info.module not in names or info.param_name != "weight" or ranks == 1:
             continue
+        if getattr(info.module.recipe, "scaling", "block") != "block":
+            continue  # one scale for the whole tensor is known to no rank alone
         if parameter._orig_size[0] % (TILE * ranks) == 0:
             held = parameter.sharded_param
             held._local_tensor = ShardedWeight.of(held._local_tensor, parameter)
