@@ -21,11 +21,11 @@ class Launcher:
         self._compiled: dict[Any, Any] = {}
 
     def __call__(
-        self, programs: int, *args: Tensor | int, constants: dict[str, Any], **options: int
+        self, programs: int, *args: Tensor | int | float, constants: dict[str, Any], **options: int
     ) -> None:
         """`programs` of the kernel on the device of the first argument, on its current stream.
 
-        options: num_warps, maxnreg.
+        options: num_warps, maxnreg, enable_fp_fusion.
         """
         first = args[0]
         assert isinstance(first, Tensor)
@@ -38,11 +38,11 @@ class Launcher:
                 self._launch(programs, args, constants, options)
 
     def _launch(
-        self, programs: int, args: tuple[Tensor | int, ...], constants: dict[str, Any],
+        self, programs: int, args: tuple[Tensor | int | float, ...], constants: dict[str, Any],
         options: dict[str, int],
     ) -> None:
         values = tuple(constants[name] for name in self._kernel.arg_names[len(args):])
-        key = (torch.cuda.current_device(), values, *_specialized(args))
+        key = (torch.cuda.current_device(), values, *options.values(), *_specialized(args))
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._kernel.warmup(*args, grid=(programs,), **constants, **options)
@@ -88,12 +88,14 @@ class BoundLauncher:
         compiled[(programs, 1, 1)](*args, *self._values, stream=stream)
 
 
-def _specialized(args: tuple[Tensor | int, ...]) -> list[Any]:
+def _specialized(args: tuple[Tensor | int | float, ...]) -> list[Any]:
     """What of each argument the compiled kernel depends on."""
     found: list[Any] = []
     for arg in args:
         if isinstance(arg, int):
             found.append(arg == 1 or (arg % 16 == 0, arg.bit_length() > 31))
+        elif isinstance(arg, float):  # of any value
+            found.append(float)
         else:
             found += arg.dtype, arg.data_ptr() % 16 == 0
     return found

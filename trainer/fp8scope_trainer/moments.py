@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.rounding import hashed, key_of, lower, upper
-from fp8scope_trainer.rules import Moments, Rule
+from fp8scope_trainer.rules import Moments, Rule, root_of
 from fp8scope_trainer.state_format import Encoded, StateFormat
 
 SMALLEST_QUANTIZED = 4096
@@ -130,7 +130,7 @@ def store(into: Slots, moments: Moments, rule: Rule, format: StateFormat, draw: 
     bits = draw.bits(moments.signed) if format.rounds else torch.zeros((), dtype=torch.int64)
     done = [Stored(rule.signed, moments.signed, format.encode(moments.signed, upper(bits), root=False))]
     if rule.root is not None and moments.square is not None:
-        x = moments.square.sqrt() if format.quantized else moments.square
+        x = root_of(moments.square) if format.quantized else moments.square
         done.append(Stored(rule.root, x, format.encode(x, lower(bits), root=True)))
     for place, one in zip(into, done, strict=False):
         assert place is not None

@@ -9,6 +9,7 @@ encodes them at the end of the last.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, overload
 
@@ -38,6 +39,7 @@ from fp8scope_trainer.moments import (
 from fp8scope_trainer.rules import Rule, Scalars, scalars
 from fp8scope_trainer.state_format import StateFormat
 from fp8scope_trainer.step import ROW, StepTensors, update, update_all
+from fp8scope_trainer.work import Work, work_of
 
 FP32 = StateFormat.of("fp32")
 
@@ -68,14 +70,6 @@ class StateException:
     shape: tuple[int, ...]
     asked: str
     reason: str
-
-
-class _Work(NamedTuple):
-    """One parameter to be updated."""
-
-    parameter: Tensor
-    state: State
-    tensors: StepTensors
 
 
 class _Kind(NamedTuple):
@@ -133,12 +127,13 @@ class StateOptimizer(Optimizer):
             if self.observer is not None and self.observer.active:
                 rows += [self._shown(kind, one, factor) for one in works]
             else:
-                rows += update_all([one.tensors for one in works], self.rule, kind.format, kind.by,
-                                   factor).unbind()
+                rows += update_all([one.tensors for one in works], self.rule, kind.format, kind.by, factor,
+                                   self._tables)
             elements += sum(one.tensors.weight.numel() for one in works)
             for one in works:
                 if not (part := local(one.parameter.detach())).is_contiguous():
                     part.copy_(one.tensors.weight.view(part.shape))
+                one.release()
         self._end_warm_ups()
         self.step_stats = _stats(rows, elements, has_root=self.rule.root is not None)
         return loss
@@ -219,6 +214,8 @@ class StateOptimizer(Optimizer):
 
     def _begin(self) -> None:
         self.observer, self.step_stats, self.grad_scale = None, None, None
+        self._tables: dict[Any, Any] = {}
+        self._works: dict[Tensor, Work] = {}
 
     def _gradient_factor(self) -> Tensor | None:
         """1 / grad_scale, if that is not one that an earlier step has used."""
@@ -235,10 +232,11 @@ class StateOptimizer(Optimizer):
             group.get("param_names", [""] * len(group["params"])) for group in self.param_groups))
         return names[stream] or str(stream)
 
-    def _collected(self) -> dict[_Kind, list[_Work]]:
+    def _collected(self) -> dict[_Kind, list[Work]]:
         """What there is to do, by call, in the order of the parameters."""
-        kinds: dict[_Kind, list[_Work]] = defaultdict(list)
+        kinds: dict[_Kind, list[Work]] = defaultdict(list)
         known: dict[tuple[int, int], Scalars] = {}
+        formats: dict[tuple[int, torch.Size], StateFormat] = {}
         for stream, group, parameter in self._parameters():
             if parameter.grad is None:
                 continue
@@ -252,11 +250,15 @@ class StateOptimizer(Optimizer):
             step = int(state["step"].item())
             if (id(group), step) not in known:
                 known[id(group), step] = scalars(self.rule, group, step)
-            format = FP32 if is_exact(state, self.rule) else _format(group, parameter)
-            tensors = self._tensors(parameter, state, stream, format)
+            if (place := (id(group), parameter.shape)) not in formats:
+                formats[place] = _format(group, parameter)
+            format = FP32 if is_exact(state, self.rule) else formats[place]
+            work = work_of(self._works, parameter, state,
+                           partial(self._tensors, parameter, state, stream, format))
+            tensors = work.tensors
             kind = _Kind(format, known[id(group), step], tensors.weight.dtype, tensors.gradient.dtype,
                          tensors.weight.device, tensors.master is not None)
-            kinds[kind].append(_Work(parameter, state, tensors))
+            kinds[kind].append(work)
         return kinds
 
     def _tensors(self, parameter: Tensor, state: State, stream: int, format: StateFormat) -> StepTensors:
@@ -274,7 +276,7 @@ class StateOptimizer(Optimizer):
         exact = format.rounds and steps < group["warmup_steps"]
         return new_state(parameter, self.rule, format, exact=exact, master=group["master"])
 
-    def _shown(self, kind: _Kind, work: _Work, factor: Tensor | None) -> Tensor:
+    def _shown(self, kind: _Kind, work: Work, factor: Tensor | None) -> Tensor:
         """Updates one parameter and hands over what was encoded."""
         row, stored = update(work.tensors, self.rule, kind.format, kind.by, factor)
         for one in stored:

@@ -40,8 +40,13 @@ _INT32_INFINITY = 0x7F800000
 
 def key_of(*, seed: int, step: int, stream: int, weight: bool = False) -> int:
     """32 bits that name the random numbers of one parameter in one step."""
-    key = _mix_int(_mix_int(_mix_int(seed) ^ (step & _MASK)) ^ (stream & _MASK))
+    key = _mix_int(key_of_step(seed, step) ^ (stream & _MASK))
     return _mix_int(key ^ WEIGHT_KEY) if weight else key
+
+
+def key_of_step(seed: int, step: int) -> int:
+    """32 bits from which those of each parameter follow."""
+    return _mix_int(_mix_int(seed) ^ (step & _MASK))
 
 
 def hashed(indices: Tensor, key: int) -> Tensor:

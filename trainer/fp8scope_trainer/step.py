@@ -13,6 +13,7 @@ Of every step there is a row of five sums, from which the optimizer makes its `S
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +28,12 @@ ROW = ("update_max", "lost", "clipped", "change_square", "weight_square")
 sum (lr u)^2, clipped; sum w^2 before the step."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class StepTensors:
-    """What one step reads and writes of one parameter: this rank's part, seen as a matrix [R, C]."""
+    """What one step reads and writes of one parameter: this rank's part, seen as a matrix [R, C].
+
+    From step to step the gradient may be replaced by one of the same kind: dtype, contiguous or not, begun at
+    a multiple of 16 bytes or not."""
 
     weight: Tensor
     """[R, C], a view of the parameter where that is contiguous; fp32, bf16, or with a master fp16."""
@@ -46,10 +50,19 @@ class StepTensors:
 
 def update_all(
     tensors: Sequence[StepTensors], rule: Rule, format: StateFormat, by: Scalars,
-    gradient_factor: Tensor | None = None,
-) -> Tensor:
-    """Steps all of them in place; a row (see `ROW`) for each, fp32 [P, 5]."""
-    return torch.stack([update(one, rule, format, by, gradient_factor)[0] for one in tensors])
+    gradient_factor: Tensor | None = None, tables: dict[Any, Any] | None = None,
+) -> list[Tensor]:
+    """Steps all of them, of one device, in place; rows (see `ROW`), fp32 [5], of one or of several each.
+
+    tables: what a caller keeps from step to step, see `step_table`; the codes do not depend on it.
+    """
+    device = tensors[0].weight.device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        from fp8scope_trainer import step_table
+
+        return step_table.update_all(tensors, rule, format, by, gradient_factor,
+                                     {} if tables is None else tables)
+    return [update(one, rule, format, by, gradient_factor)[0] for one in tensors]
 
 
 def update(

@@ -1,0 +1,192 @@
+"""Where the tensors of many parameters lie, on their device, and the launch of `step_kernel` for all of them.
+
+A table stays there for as long as addresses stay. Gradients come and go with every step and have a row of
+their own, uploaded when it has changed: a copy of 8 bytes a parameter that nothing waits for.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from fp8scope.launch_kernel import Launcher
+from fp8scope_trainer.rounding import key_of_step
+from fp8scope_trainer.rules import Rule, Scalars
+from fp8scope_trainer.state_format import DTYPES, LARGEST, StateFormat
+from fp8scope_trainer.step import ROW, StepTensors, update
+from fp8scope_trainer.step_kernel import step_kernel
+
+FLAT = 1024
+"""Elements of a row of a tile where states have no blocks."""
+
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+_CODES = _TYPES | {torch.float8_e4m3fn: tl.float8e4nv, torch.int16: tl.int16, torch.int8: tl.int8,
+                   torch.uint8: tl.uint8}
+_SMALLEST_EPS = 2.0**-100
+_KEPT = 64  # tables
+
+
+class Shape(NamedTuple):
+    """Of a program: elements a warp, warps, registers a thread at most (0: as many as it takes)."""
+
+    elements: int
+    warps: int
+    registers: int
+
+
+SHAPE = Shape(512, 1, 128)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """What a launch is compiled for, and its parameters have in common."""
+
+    rule: str
+    format: str
+    block: int
+    weight: torch.dtype
+    gradient: torch.dtype
+    even: bool
+    aligned: bool
+    master: bool
+
+
+def kind_of(one: StepTensors, rule: Rule, format: StateFormat, by: Scalars) -> Kind | None:
+    """The kind of launch that takes it; None if there is none, and it is left to the reference."""
+    moving, columns, block = _moving(one), one.weight.shape[1], format.block
+    tensors = [moving, one.gradient, *(x for slot in one.slots if slot is not None for x in slot
+                                       if x is not None)]
+    if not all(x.is_contiguous() for x in tensors) or not 0 < columns < 1 << 26 or not moving.numel():
+        return None
+    if not {moving.dtype, one.gradient.dtype} <= _TYPES.keys():
+        return None
+    even = not block or columns % block == 0
+    aligned = all(x.data_ptr() % 16 == 0 for x in tensors) and (even or columns % 16 == 0)
+    return Kind(rule="nesterov" if by.nesterov else rule.name, format=format.name, block=block or FLAT,
+                weight=moving.dtype, gradient=one.gradient.dtype, even=even, aligned=aligned,
+                master=one.master is not None)
+
+
+class StepTable:
+    """Where the tensors of many parameters of one kind lie, on their device."""
+
+    def __init__(self, tensors: Sequence[StepTensors], kind: Kind, shape: Shape = SHAPE) -> None:
+        self.kind, self.device = kind, tensors[0].weight.device
+        self.rows = max(1, shape.elements * shape.warps // kind.block)
+        self.options = {"num_warps": max(1, self.rows * kind.block // shape.elements),
+                        "enable_fp_fusion": False}
+        if shape.registers:
+            self.options["maxnreg"] = shape.registers
+        tiles = [self._tiles(one) for one in tensors]
+        programs = torch.tensor(tiles)
+        self.programs = sum(tiles)
+        self._gradients: list[int] = []
+        self._wide = any(one.first + one.weight.numel() > 1 << 32 for one in tensors)
+        table = torch.tensor([
+            *zip(*(_addresses(one) for one in tensors), strict=True),
+            [one.weight.numel() if kind.even else one.weight.shape[0] for one in tensors],
+            [one.weight.shape[1] for one in tensors], [one.stream for one in tensors],
+            [one.first for one in tensors], (programs.cumsum(0) - programs).tolist()])
+        each = torch.repeat_interleave(torch.arange(len(tensors), dtype=torch.int32), programs)
+        self._table = table.to(self.device, non_blocking=True)
+        self._each = each.to(self.device, non_blocking=True)
+
+    def _tiles(self, one: StepTensors) -> int:
+        (rows, columns), block = one.weight.shape, self.kind.block
+        if self.kind.even:
+            return -(-rows * columns // (self.rows * block))
+        return -(-rows // self.rows) * -(-columns // block)
+
+    def step(self, tensors: Sequence[StepTensors], by: Scalars,
+             gradient_factor: Tensor | None = None) -> Tensor:
+        """One step of the table's parameters. Returns one row of `step.ROW` for all of them, fp32 [5]."""
+        gradients = [one.gradient.data_ptr() for one in tensors]
+        if gradients != self._gradients:
+            self._gradients = gradients
+            self._gradient = torch.tensor(gradients).to(self.device, non_blocking=True)
+        out = torch.empty((len(ROW), self.programs), device=self.device)
+        decay = by.decay if self.kind.rule in ("adamw", "lion") else by.weight_decay
+        numbers = (by.lr, decay, by.keep[0], by.take[0], by.keep[1], by.take[1], *by.correction, by.eps,
+                   by.clip)
+        _step(self.programs, self._table, self._gradient, self._each,
+              self._table if gradient_factor is None else gradient_factor, out, len(tensors),
+              _signed(key_of_step(by.seed, by.step)), *map(float, numbers),
+              constants=self.constants(by, scaled=gradient_factor is not None), **self.options)
+        masters = [one.master for one in tensors if one.master is not None]
+        if masters:
+            torch._foreach_copy_([one.weight for one in tensors], masters)
+        sums = out[1:].sum(dim=1)
+        sums[2] *= by.lr**2
+        return torch.cat((out[:1].amax(dim=1), sums))
+
+    def constants(self, by: Scalars, *, scaled: bool) -> dict[str, Any]:
+        """What a launch is compiled for, in the kernel's order."""
+        kind = self.kind
+        signed, root = LARGEST.get(kind.format, (0.0, 0.0))
+        stored = [_CODES[dtype] for dtype in DTYPES[kind.format]]
+        narrow = kind.weight == kind.gradient == torch.bfloat16
+        return {
+            "RULE": kind.rule, "FORMAT": kind.format, "WEIGHT": _TYPES[kind.weight],
+            "GRADIENT": _TYPES[kind.gradient], "STORED_M": stored[0], "STORED_V": stored[1],
+            "LARGEST_M": float(signed), "LARGEST_V": float(root), "ROWS": self.rows, "BLOCK": kind.block,
+            "WIDTH": max(32, 128 // self.rows),
+            "VECTOR": 8 if narrow else 4, "EVEN": kind.even, "ALIGNED": kind.aligned, "SCALED": scaled,
+            "CLIPPED": by.clip < math.inf, "WIDE": self._wide,
+            "QUICK": by.eps >= _SMALLEST_EPS, "COMPILED": self.device.type == "cuda",
+        }
+
+
+def update_all(
+    tensors: Sequence[StepTensors], rule: Rule, format: StateFormat, by: Scalars,
+    gradient_factor: Tensor | None, tables: dict[Any, Any],
+) -> list[Tensor]:
+    """See `step.update_all`: a launch for each kind, and the reference for what no launch takes."""
+    if gradient_factor is not None:
+        gradient_factor = gradient_factor.to(tensors[0].weight.device, torch.float32)
+    key = (rule.name, by.nesterov, *map(id, tensors))  # alive for as long as the table holds them
+    if key not in tables:
+        if len(tables) >= _KEPT:
+            tables.clear()
+        tables[key] = _launches(tensors, rule, format, by)
+    rows = []
+    for table, some in tables[key]:
+        if table is None:
+            rows += [update(one, rule, format, by, gradient_factor)[0] for one in some]
+        else:
+            rows.append(table.step(some, by, gradient_factor))
+    return rows
+
+
+def _launches(
+    tensors: Sequence[StepTensors], rule: Rule, format: StateFormat, by: Scalars
+) -> list[tuple[StepTable | None, list[StepTensors]]]:
+    kinds: dict[Kind | None, list[StepTensors]] = defaultdict(list)
+    for one in tensors:
+        kinds[kind_of(one, rule, format, by)].append(one)
+    return [(None if kind is None else StepTable(some, kind), some) for kind, some in kinds.items()]
+
+
+def _moving(one: StepTensors) -> Tensor:
+    """The weight that moves."""
+    return one.weight if one.master is None else one.master
+
+
+def _addresses(one: StepTensors) -> tuple[int, ...]:
+    """Of the weight that moves, and of codes and scales of both moments, 0 for what there is not."""
+    root = one.slots.root
+    return tuple(0 if x is None else x.data_ptr() for x in (
+        _moving(one), one.slots.signed.codes, None if root is None else root.codes, one.slots.signed.scales,
+        None if root is None else root.scales))
+
+
+def _signed(key: int) -> int:
+    """The same 32 bits as an int32."""
+    return key - (1 << 32) if key >= 1 << 31 else key
+
+
+_step = Launcher(step_kernel)
