@@ -33,7 +33,7 @@ def test_help_lists_every_command() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["trian"], "unknown command 'trian'; known: demo, up, sync, doctor, train"),
+        (["trian"], "unknown command 'trian'; known: demo, up, sync, doctor, train, "),
         (["train", "--preset", "dmeo", "--no-probe"], "near misses: demo"),
         (["train", "--steps", "0", "--no-probe"], "0"),
         (["train", "--no-probe", "--drill", "frozen-amax", "--drill-block", "layers.9"], "layers."),

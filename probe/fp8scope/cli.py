@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "train": ("fp8scope_trainer.train", "trainer", "train the reference decoder with the probe attached"),
     "convert-checkpoint": ("fp8scope_trainer.conversion_command", "trainer",
                            "write a checkpoint with its optimizer states in another format"),
+    "estimate": ("fp8scope_trainer.estimate_command", "trainer", "tell what memory of a GPU a job fills"),
 }
 
 USAGE_ERROR = 2

@@ -60,6 +60,16 @@ def hundred_million() -> DecoderConfig:
     return DecoderConfig(width=768, layers=16, heads=12, kv_heads=4, head_width=64, hidden=2048, context=1024)
 
 
+def billion() -> DecoderConfig:
+    """1.33 B parameters, for one GPU of 80 GB."""
+    return DecoderConfig(width=2048, layers=24, heads=16, kv_heads=16, head_width=128, hidden=5376,
+                         context=2048, vocabulary=32768)
+
+
+SHAPES = {"demo": demo, "hundred_million": hundred_million, "billion": billion}
+"""Configurations by name."""
+
+
 class Decoder(nn.Module):
     """Tokens [B, T] in, logits [B, T, vocabulary] out."""
 
