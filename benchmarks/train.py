@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.convert import convert
-from fp8scope_trainer.data import Corpus, batch_at, standard_library
+from fp8scope_trainer.data import Corpus, Text, batch_at, standard_library
 from fp8scope_trainer.decoder import SHAPES, Decoder, DecoderConfig
 from fp8scope_trainer.decoder_size import flops_per_token, size_of
 from fp8scope_trainer.estimate import Plan, estimate
@@ -88,7 +88,7 @@ def built(job: Job, config: DecoderConfig, device: torch.device) -> tuple[nn.Mod
 
 
 def steps(
-    model: nn.Module, optimizer: Optimizer, corpus: Corpus, config: DecoderConfig, batch: int,
+    model: nn.Module, optimizer: Optimizer, corpus: Corpus[Text], config: DecoderConfig, batch: int,
     device: torch.device,
 ) -> Iterator[tuple[float, float]]:
     """Endless steps: seconds and loss of each."""

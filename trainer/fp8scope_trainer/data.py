@@ -1,7 +1,10 @@
-"""Byte-level text from the Python standard library's own sources: real, always there, no download.
+"""What is trained on: a token file, or the Python standard library's own sources.
 
-Every file is used in the order of its path; every 20th is held out. A window of the training text is found
-from the number of the sample alone, so a run resumes at its exact place, and two ranks with two samples
+The latter are bytes: real, always there, no download. Every file is used in the order of its path; every 20th
+is held out. Of a token file the last 20th is.
+
+A window of the training text is found from the number of the sample alone: the position in the data is a
+function of the step, a run resumes at its exact place without a state to save, and two ranks with two samples
 each read what one rank with four would.
 """
 
@@ -10,26 +13,49 @@ import sysconfig
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from fp8scope_protocol.errors import Invalid
+from fp8scope_trainer.token_file import TokenFile
 
 HELD_OUT_EVERY = 20
 SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"})
 
 
+class Text(Protocol):
+    """Tokens in one dimension: a tensor, or a file that is read where it lies."""
+
+    def numel(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, window: slice, /) -> Tensor:
+        """Integers [window]."""
+        ...
+
+
+Some = TypeVar("Some", bound=Text, covariant=True)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Corpus:
-    """Two texts as uint8 tensors; byte values are the tokens."""
+class Corpus(Generic[Some]):
+    """Two texts."""
 
-    train: Tensor
-    held_out: Tensor
+    train: Some
+    held_out: Some
 
 
-def standard_library(*, limit: int | None = None) -> Corpus:
-    """The sources under the interpreter's `stdlib` path, at most `limit` bytes of training text."""
+def token_corpus(tokens: TokenFile) -> Corpus[TokenFile]:
+    """All but the last 20th of `tokens`, and that."""
+    cut = tokens.numel() - max(1, tokens.numel() // HELD_OUT_EVERY)
+    return Corpus(train=tokens.part(0, cut), held_out=tokens.part(cut, tokens.numel()))
+
+
+def standard_library(*, limit: int | None = None) -> Corpus[Tensor]:
+    """The sources under the interpreter's `stdlib` path as uint8, at most `limit` bytes to train on."""
     root = Path(sysconfig.get_path("stdlib"))
     train, held_out, size = [], [], 0
     for number, path in enumerate(_sources(root)):
@@ -47,9 +73,9 @@ def standard_library(*, limit: int | None = None) -> Corpus:
 
 
 def batch_at(
-    text: Tensor, *, step: int, batch: int, length: int, rank: int = 0, ranks: int = 1, seed: int = 0
+    text: Text, *, step: int, batch: int, length: int, rank: int = 0, ranks: int = 1, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and next-byte targets, both int64 [batch, length], of `rank` at `step`.
+    """Inputs and next-token targets, both int64 [batch, length], of `rank` at `step`.
 
     Samples are numbered over all ranks and steps. Sample i reads window (i stride + seed) mod windows, with
     a stride near the golden section of the count and coprime to it: each window once before any twice, and
@@ -57,7 +83,7 @@ def batch_at(
     """
     windows = (text.numel() - 1) // length
     if windows < 1:
-        raise Invalid("length", length, f"must be below the text's {text.numel()} bytes")
+        raise Invalid("length", length, f"must be below the text's {text.numel()} tokens")
     stride = _coprime_stride(windows)
     first = (step * ranks + rank) * batch
     starts = [((first + i) * stride + seed * 7919) % windows * length for i in range(batch)]

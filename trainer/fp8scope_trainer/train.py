@@ -18,7 +18,7 @@ from fp8scope_protocol.errors import Fp8scopeError
 from fp8scope_protocol.series import canonical_name
 from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.convert import Conversion, ConversionReport, convert
-from fp8scope_trainer.data import Corpus, batch_at, standard_library
+from fp8scope_trainer.data import Corpus, Text, batch_at, standard_library
 from fp8scope_trainer.decoder import Decoder
 from fp8scope_trainer.history import advance_histories
 from fp8scope_trainer.options import TrainOptions, parse
@@ -87,8 +87,8 @@ def attached(
 
 
 def train(
-    model: nn.Module, optimizer: AdamW, corpus: Corpus, scope: fp8scope.Scope | None, options: TrainOptions,
-    world: World, stop: StopSignal,
+    model: nn.Module, optimizer: AdamW, corpus: Corpus[Text], scope: fp8scope.Scope | None,
+    options: TrainOptions, world: World, stop: StopSignal,
 ) -> Record:
     """Steps until all are done or any rank is asked to stop."""
     record = Record(tokens_per_step=options.batch * options.model.context * world.size)
@@ -128,7 +128,7 @@ def train_step(model: nn.Module, optimizer: AdamW, pair: tuple[Tensor, Tensor]) 
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, corpus: Corpus, options: TrainOptions, world: World) -> float:
+def held_out_loss(model: nn.Module, corpus: Corpus[Text], options: TrainOptions, world: World) -> float:
     """Mean loss on text that is never trained on, over all ranks."""
     model.eval()
     losses = [next_byte_loss(model, batch(corpus.held_out, step, options, world))
@@ -144,7 +144,7 @@ def next_byte_loss(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
 
 
-def batch(text: Tensor, step: int, options: TrainOptions, world: World) -> tuple[Tensor, Tensor]:
+def batch(text: Text, step: int, options: TrainOptions, world: World) -> tuple[Tensor, Tensor]:
     """This rank's sequences of a step, on its device."""
     tokens, targets = batch_at(text, step=step, batch=options.batch, length=options.model.context,
                                rank=world.rank, ranks=world.size, seed=options.seed)
