@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from fp8scope_trainer.adamw import STATES, AdamW, parameter_groups
+from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.convert import Conversion, convert
 from fp8scope_trainer.decoder import Decoder, DecoderConfig
 from fp8scope_trainer.shard import shard
+from fp8scope_trainer.state_format import FORMATS
 
 CONFIG = DecoderConfig(width=256, layers=2, heads=4, kv_heads=2, head_width=64, hidden=512, context=64)
 BATCH = 2
@@ -70,7 +71,7 @@ def main(rank: int, ranks: int, store: str, output: str) -> None:
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     found = {f"{states} {precision}": measured(states, precision=precision, ranks=ranks)
-             for states in STATES for precision in ("fp32", "bf16", "fp8")
+             for states in FORMATS for precision in ("fp32", "bf16", "fp8")
              if states == "fp32" or precision == "fp32"}
     Path(f"{output}.{rank}").write_text(json.dumps(found))
     if ranks > 1:

@@ -71,14 +71,15 @@ def test_fsdp2_keeps_more_in_stage_2_than_the_paper_counts() -> None:
 @pytest.mark.parametrize("case", ["fp32 fp32", "fp32 bf16", "fp32 fp8", "fp8 fp32", "int8 fp32", "int4 fp32",
                                   "int16 fp32", "bf16 fp32"])
 def test_two_ranks_hold_what_is_estimated(case: str, two_ranks: Found, alone: Found) -> None:
-    """Weights, gradients, states and gathered weights, each within 3 %; `alone` nothing is gathered."""
+    """Weights, gradients, states and gathered weights, each within 3 %; a process without a group gathers
+    nothing, and so is compared in what it has."""
     states, precision = case.split()
     if case not in two_ranks:
         pytest.skip(f"{states} states do not exist yet")
     for ranks, held in ((2, two_ranks), (1, alone)):
         plan = Plan(states=states, precision=precision, ranks=ranks, stage="2" if ranks > 1 else "0")
         found = estimate(size_of(CONFIG), plan)
-        for name in ("weights", "gradients", "states", "gathered weights"):
+        for name in ("weights", "gradients", "states", "gathered weights")[: 2 + ranks]:
             assert found.of(name) == pytest.approx(held[case][name], rel=0.03), (ranks, name)
 
 
@@ -127,8 +128,8 @@ def test_no_torch_is_needed() -> None:
 
 def test_the_table_and_the_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     """The sum of the table is that of the document; the plan is repeated."""
-    arguments = ["estimate", "--preset", "demo", "--states", "int8", "--ranks", "8", "--stage", "hybrid",
-                 "--shard-ranks", "2", "--tensor-parallel", "2", "--precision", "fp8", "--fp8-gather"]
+    arguments = ["estimate", "--preset", "demo", "--states", "int8", "--ranks", "8",
+                 "--stage", "HYBRID_SHARD", "--shard-ranks", "2", "--tensor-parallel", "2", "--precision", "fp8", "--fp8-gather"]
     assert main([*arguments, "--json"]) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert main(arguments) == 0
@@ -140,11 +141,11 @@ def test_the_table_and_the_json_say_the_same(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(("given", "rule"), [
-    ({"stage": "4"}, "must be one of 0, 1, 2, 3, hybrid"),
+    ({"stage": "4"}, "must be one of 0 .NO_SHARD, DDP."),
     ({"states": "fp32", "block": 128}, "has no scales"),
     ({"ranks": 8, "tensor_parallel": 3}, "must divide ranks = 8"),
-    ({"stage": "hybrid"}, "goes with stage hybrid"),
-    ({"stage": "hybrid", "ranks": 8, "shard_ranks": 3}, "must divide the 8 ranks"),
+    ({"stage": "HYBRID_SHARD"}, "goes with stage HYBRID_SHARD"),
+    ({"stage": "hybrid_shard", "ranks": 8, "shard_ranks": 3}, "must divide the 8 ranks"),
     ({"fp8_gather": True}, "needs precision fp8"),
     ({"tokens": 8}, "activations are known of a preset only"),
 ])

@@ -4,9 +4,9 @@ With N parameters, R ranks that share a shard and states of s bytes a parameter,
 
 | stage  | fp32 weights | fp32 gradients      | states | gathered weights, from forward to backward |
 |--------|--------------|---------------------|--------|--------------------------------------------|
-| 0      | 4N           | 4N                  | sN     | none; under DDP gradient buckets are the gradients |
-| 1      | 4N/R         | 4N/R (4N while micro-batches add up) | sN/R | c N                     |
-| 2      | 4N/R         | 4N/R                | sN/R   | c N                                        |
+| 0      | 4N           | 4N                  | sN     | cN (none in fp32)                          |
+| 1      | 4N/R         | 4N/R; 4N while micro-batches add up | sN/R | cN                           |
+| 2      | 4N/R         | 4N/R                | sN/R   | cN                                         |
 | 3      | 4N/R         | 4N/R                | sN/R   | two units of c bytes, while they compute   |
 
 c is 2 in bf16 and fp8, 4 in fp32. FSDP2 keeps the sharded gradient in the parameter's fp32 even where it
@@ -31,9 +31,9 @@ from math import ceil, prod
 from fp8scope_protocol.bounds import check_whole
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import TILE
+from fp8scope_trainer.stage import Stage, parse_stage
 
 ACCOUNTINGS = ("fsdp2", "paper")
-STAGES = ("0", "1", "2", "3", "hybrid")
 PRECISIONS = ("fp8", "bf16", "fp32")
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1, "lion": 1}
 """States of each optimizer that are as large as the parameter."""
@@ -104,8 +104,8 @@ class Plan:
     accounting: str = "fsdp2"
 
     def __post_init__(self) -> None:
-        for name, known in (("optimizer", MOMENTS), ("states", CODE_BYTES), ("stage", STAGES),
-                            ("precision", PRECISIONS), ("accounting", ACCOUNTINGS)):
+        for name, known in (("optimizer", MOMENTS), ("states", CODE_BYTES), ("precision", PRECISIONS),
+                            ("accounting", ACCOUNTINGS)):
             if getattr(self, name) not in known:
                 raise Invalid(name, getattr(self, name), f"must be one of {', '.join(known)}")
         for name in ("ranks", "tensor_parallel", "accumulate"):
@@ -114,15 +114,15 @@ class Plan:
         self._check_block()
         if self.ranks % self.tensor_parallel:
             raise Invalid("tensor_parallel", self.tensor_parallel, f"must divide ranks = {self.ranks}")
-        if (self.stage == "hybrid") != (self.shard_ranks is not None):
-            raise Invalid("shard_ranks", self.shard_ranks, "goes with stage hybrid, and hybrid with it")
+        if (self.zero is Stage.HYBRID) != (self.shard_ranks is not None):
+            raise Invalid("shard_ranks", self.shard_ranks, "goes with stage HYBRID_SHARD, and that with it")
         if self.shard_ranks is not None:
             check_whole("shard_ranks", self.shard_ranks, least=1, most=MOST_RANKS)
             if self.data_ranks % self.shard_ranks:
                 raise Invalid("shard_ranks", self.shard_ranks,
                               f"must divide the {self.data_ranks} ranks of a data-parallel group")
-        if self.fp8_gather and (self.precision != "fp8" or self.stage == "0"):
-            raise Invalid("fp8_gather", True, "needs precision fp8 and a stage that gathers: 1, 2, 3, hybrid")
+        if self.fp8_gather and (self.precision != "fp8" or self.zero is Stage.REPLICATED):
+            raise Invalid("fp8_gather", True, "needs precision fp8 and a stage of shards, not 0")
 
     def _check_block(self) -> None:
         if self.block is None:
@@ -133,6 +133,11 @@ class Plan:
         check_whole("block", self.block, least=32, most=65536)
 
     @property
+    def zero(self) -> Stage:
+        """The stage that is meant by its number or name."""
+        return parse_stage(self.stage)
+
+    @property
     def data_ranks(self) -> int:
         """Ranks that see different data."""
         return self.ranks // self.tensor_parallel
@@ -140,7 +145,7 @@ class Plan:
     @property
     def shards(self) -> int:
         """Parts that a parameter's states are cut into (R)."""
-        return 1 if self.stage == "0" else self.shard_ranks or self.data_ranks
+        return 1 if self.zero is Stage.REPLICATED else self.shard_ranks or self.data_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,17 +210,17 @@ def _fsdp2(model: ModelSize, plan: Plan) -> Iterator[Item]:
     elements, compute = _per_rank(model, plan), 4.0 if plan.precision == "fp32" else 2.0
     gathered = _gathered_bytes(model, plan, compute)
     yield Item(name="weights", bytes_per_gpu=4 * elements / plan.shards, lives="always", counted="fp32")
-    adding = plan.stage == "1" and plan.accumulate > 1
+    adding = plan.zero is Stage.STATES and plan.accumulate > 1
     yield Item(name="gradients", bytes_per_gpu=4 * elements / (1 if adding else plan.shards),
                lives="backward to step", counted="fp32" + ", whole while micro-batches add up" * adding)
     block = BLOCKS.get(plan.states) and (plan.block or BLOCKS[plan.states])
     counted = f"{MOMENTS[plan.optimizer]} in {plan.states}" + (f", a scale per {block}" if block else "")
     yield Item(name="states", bytes_per_gpu=states_bytes(model, plan) / plan.shards, lives="always",
                counted=counted)
-    if plan.stage in ("1", "2"):
+    if plan.zero.keeps_parameters and (plan.zero is not Stage.REPLICATED or plan.precision != "fp32"):
         yield Item(name="gathered weights", bytes_per_gpu=gathered, lives="forward to backward",
                    counted=_gather_format(plan))
-    elif plan.stage != "0":
+    elif not plan.zero.keeps_parameters:
         yield Item(name="gathered weights", bytes_per_gpu=gathered * min(1.0, 2 / model.layers),
                    lives="while a layer computes",
                    counted=f"{_gather_format(plan)}, two layers of {model.layers}")
@@ -227,7 +232,7 @@ def _fsdp2(model: ModelSize, plan: Plan) -> Iterator[Item]:
 
 
 def _paper(model: ModelSize, plan: Plan) -> Iterator[Item]:
-    elements, zero = _per_rank(model, plan), int(plan.stage) if plan.stage != "hybrid" else 3
+    elements, zero = _per_rank(model, plan), 3 if plan.zero is Stage.HYBRID else int(plan.zero.value)
     moments = MOMENTS[plan.optimizer] * CODE_BYTES[plan.states]
     for name, size, cut_from, counted in (
         ("compute copy", 2.0, 3, "bf16"), ("gradients", 2.0, 2, "bf16"), ("master", 4.0, 1, "fp32"),

@@ -14,7 +14,6 @@ from fp8scope_trainer.estimate import (
     CODE_BYTES,
     MOMENTS,
     PRECISIONS,
-    STAGES,
     Estimate,
     ModelSize,
     Plan,
@@ -96,7 +95,7 @@ def _parser() -> Parser:
     add("--states", default="fp32", help=f"format of its states: {', '.join(CODE_BYTES)} (fp32)")
     add("--block", type=int, help="elements that share a scale "
         f"({', '.join(f'{name} {size}' for name, size in BLOCKS.items())})")
-    add("--stage", default="2", help=f"of ZeRO: {', '.join(STAGES)} (2)")
+    add("--stage", default="2", help="of ZeRO, by number or by FSDP's name: 0, 1, 2, 3, HYBRID_SHARD (2)")
     add("--ranks", type=int, default=1, help="GPUs in all (1)")
     add("--shard-ranks", type=int, help="hybrid: GPUs that share one shard")
     add("--tensor-parallel", type=int, default=1, help="GPUs that share each linear (1)")
