@@ -26,7 +26,7 @@ from fp8scope_trainer.data import standard_library
 from fp8scope_trainer.linear import Fp8Linear
 from fp8scope_trainer.options import TrainOptions, parse
 from fp8scope_trainer.processes import World
-from fp8scope_trainer.train import WARM_UP_STEPS, batch, build, set_lr, train_step
+from fp8scope_trainer.train import batch, build, set_lr, train_step
 
 LIMITS = {"saturation_ratio": 1e-3, "distortion": 5e-3, "gemm_error": 0.08}
 STEPS = 110
@@ -87,8 +87,8 @@ def drilled(options: TrainOptions) -> tuple[Meter, list[float]]:
     losses = []
     for step in range(options.steps):
         options.drill.before_step(model, step)
-        set_lr(optimizer, options.lr * min(1.0, (step + 1) / WARM_UP_STEPS))
-        loss, _ = train_step(model, optimizer, batch(corpus.train, step, options, world))
+        set_lr(optimizer, options.lr * min(1.0, (step + 1) / options.recipe.warmup_steps))
+        loss, _ = train_step(model, optimizer, [batch(corpus.train, step, options, world)])
         losses.append(loss.item())
     return meter, losses
 

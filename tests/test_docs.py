@@ -56,7 +56,7 @@ def test_every_metric_is_listed_with_its_definition() -> None:
 
 @pytest.mark.parametrize(
     ("page", "parser"),
-    [("trainer.md", options._parser()), ("demo.md", demo._parser()), ("transport.md", sync._parser()),
+    [("training.md", options._parser()), ("demo.md", demo._parser()), ("transport.md", sync._parser()),
      ("doctor.md", doctor._parser()), ("checkpoints.md", conversion_command._parser()),
      ("estimate.md", estimate_command._parser())],
     ids=("train", "demo", "sync", "doctor", "convert-checkpoint", "estimate"),

@@ -1,14 +1,17 @@
 """The reference decoder and its text."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.data import batch_at, standard_library
 from fp8scope_trainer.decoder import Decoder, DecoderConfig, demo, hundred_million, rotate
 
 
-def tiny(**changes: int) -> DecoderConfig:
+def tiny(**changes: Any) -> DecoderConfig:
     shape = {"width": 32, "layers": 1, "heads": 4, "kv_heads": 2, "head_width": 8, "hidden": 48}
     return DecoderConfig(**{**shape, "context": 12, **changes})
 
@@ -65,6 +68,16 @@ def test_settings_are_checked() -> None:
         tiny(layers=0)
     with pytest.raises(Invalid, match="must be at most 12"):
         Decoder(tiny())(torch.zeros(1, 13, dtype=torch.long))
+
+
+def test_qk_norm_is_on_unless_it_is_turned_off() -> None:
+    """On, queries and keys have norms of their own; off, no parameter is left of them, and it computes."""
+    tokens = torch.zeros(1, 12, dtype=torch.long)
+    with_norm, without = Decoder(tiny()), Decoder(tiny(qk_norm=False))
+    assert {"layers.0.attention.q_norm.weight", "layers.0.attention.k_norm.weight"} == {
+        name for name, _ in with_norm.named_parameters()} - {name for name, _ in without.named_parameters()}
+    assert isinstance(without.get_submodule("layers.0.attention.q_norm"), nn.Identity)
+    assert without(tokens).isfinite().all()
 
 
 def test_text_is_the_same_every_time_and_split_by_file() -> None:

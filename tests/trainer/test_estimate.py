@@ -129,7 +129,8 @@ def test_no_torch_is_needed() -> None:
 def test_the_table_and_the_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     """The sum of the table is that of the document; the plan is repeated."""
     arguments = ["estimate", "--preset", "demo", "--states", "int8", "--ranks", "8",
-                 "--stage", "HYBRID_SHARD", "--shard-ranks", "2", "--tensor-parallel", "2", "--precision", "fp8", "--fp8-gather"]
+                 "--stage", "HYBRID_SHARD", "--shard-ranks", "2", "--tensor-parallel", "2",
+                 "--precision", "fp8", "--fp8-gather"]
     assert main([*arguments, "--json"]) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert main(arguments) == 0

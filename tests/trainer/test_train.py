@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from fp8scope_trainer.options import parse
 from fp8scope_trainer.progress import Record
+from fp8scope_trainer.token_file import write_tokens
 from fp8scope_trainer.train import main
 
 COMMAND = [sys.executable, "-m", "fp8scope_trainer.train", "--no-probe"]
@@ -37,16 +41,98 @@ def test_two_ranks_learn_under_a_drill_and_say_so() -> None:
     assert found["stopped"] is False
 
 
+def here(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The summary of a run in this process."""
+    assert main(["--no-probe", "--json", "--batch", "1", *arguments]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def test_recipes_set_what_goes_together_and_options_beside_them_win() -> None:
+    """FP8's: 1.5 times the learning rate, clip 0.8, 2,000 steps of warm-up, a history of 1,024."""
+    lr = parse(["--no-probe"]).lr
+    fp8 = parse(["--no-probe", "--recipe", "fp8"])
+    assert fp8.lr == pytest.approx(1.5 * lr)
+    assert (fp8.recipe.clip, fp8.recipe.warmup_steps, fp8.recipe.linear.history_length) == (0.8, 2000, 1024)
+    bf16 = parse(["--no-probe", "--recipe", "bf16"])
+    assert (bf16.precision, bf16.recipe.states, bf16.lr, bf16.run) == ("bf16", "fp32", lr, "demo-bf16")
+    int8 = parse(["--no-probe", "--recipe", "int8-states"])
+    assert (int8.precision, int8.recipe.states) == ("fp8", "int8")
+    own = parse(["--no-probe", "--recipe", "fp8", "--states", "int4", "--clip", "0.5", "--warmup", "7",
+                 "--lr", "0.1", "--precision", "bf16"])
+    assert (own.recipe.states, own.recipe.clip, own.recipe.warmup_steps) == ("int4", 0.5, 7)
+    assert (own.lr, own.precision) == (0.1, "bf16")
+
+
+@pytest.mark.parametrize("stage", ["1", "2"])
+def test_micro_batches_add_up_to_the_batch_that_they_are_parts_of(
+    stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In BF16 one process with four sequences, with two times two, and two ranks with two times one read the
+    same and lose the same, within 1e-4."""
+    arguments = ["--steps", "3", "--precision", "bf16", "--states", "fp32"]
+    whole = here(capsys, *arguments, "--batch", "4")
+    parts = here(capsys, *arguments, "--batch", "2", "--accumulate", "2")
+    ranks = summary(*arguments, "--batch", "1", "--accumulate", "2", "--ranks", "2", "--stage", stage)
+    assert whole["tokens_per_step"] == parts["tokens_per_step"] == ranks["tokens_per_step"]
+    assert parts["losses"] == pytest.approx(whole["losses"], abs=1e-4)
+    assert ranks["losses"] == pytest.approx(whole["losses"], abs=1e-4)
+
+
+def test_a_resumed_job_goes_on_as_if_it_had_never_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Losses to the last digit, those of the held-out text too; other data or seeds are refused, and so is
+    starting over where checkpoints are."""
+    arguments = ["--states", "int8", "--checkpoint", str(tmp_path / "saved")]
+    through = here(capsys, "--steps", "5", "--states", "int8")
+    first = here(capsys, "--steps", "3", "--save-every", "2", *arguments)
+    assert {path.name for path in (tmp_path / "saved").glob("step-*")} == {"step-00000002", "step-00000003"}
+    second = here(capsys, "--steps", "5", "--resume", *arguments)
+    assert (first["first_step"], second["first_step"], second["steps"]) == (0, 3, 2)
+    assert first["losses"] + second["losses"] == through["losses"]
+    assert second["held_out_loss"] == through["held_out_loss"]
+    for other, said in ((["--resume", "--accumulate", "2"], "sequences_per_step = 2: the checkpoint was"),
+                        (["--resume", "--states", "fp8"], "states"), ([], "holds checkpoints already")):
+        assert main(["--no-probe", "--batch", "1", "--steps", "9", *arguments, *other]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_token_file_is_trained_on_with_its_own_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model gets the file's vocabulary; a raw file must be explained; a bad token ends the job by name."""
+    write_tokens(tmp_path / "tokens", np.arange(20_000) % 300, vocabulary=300)
+    found = here(capsys, "--steps", "2", "--data", str(tmp_path / "tokens"))
+    assert found["loss"]["first"] == pytest.approx(np.log(300), abs=0.3)
+    assert found["parameters"] == 1_050_240 + 2 * 128 * (300 - 256)
+    (np.arange(20_000) % 300).astype("<u2").tofile(tmp_path / "raw")
+    raw = ["--no-probe", "--steps", "2", "--data", str(tmp_path / "raw")]
+    for options, said in (([], "data_dtype = None: must be one of"),
+                          (["--data-dtype", "uint16"], "vocabulary = None: must be given"),
+                          (["--data-dtype", "uint16", "--vocabulary", "299"], "must be below the vocabulary")):
+        assert main([*raw, *options]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_mfu_is_shown_where_a_peak_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """The summary's share is tokens a second times operations a token over the peak; none without a peak."""
+    found = here(capsys, "--steps", "2", "--peak-tflops", "0.001")
+    # 6 for each of the 983,040 + 32,768 weights that multiply, and for 4 layers x 128 tokens x 256
+    flops = 6 * (983_040 + 32_768 + 4 * 128 * 256)
+    assert found["mfu"] == pytest.approx(found["tokens_per_second"] * flops / 1e9, rel=1e-3)
+    assert found["peak_memory_bytes"] is None
+
+
 def test_runs_repeat_and_seeds_and_precisions_differ(capsys: pytest.CaptureFixture[str]) -> None:
     """The same command gives the same losses to the last digit; another seed or precision others."""
 
     def losses(*arguments: str) -> list[float]:
-        assert main(["--no-probe", "--json", "--steps", "3", "--batch", "1", *arguments]) == 0
-        found: list[float] = json.loads(capsys.readouterr().out.splitlines()[-1])["losses"]
+        found: list[float] = here(capsys, "--steps", "3", *arguments)["losses"]
         return found
 
     base = losses()
-    assert losses() == base
+    assert losses() == losses("--deterministic") == base
     assert losses("--seed", "1") != base
     in_bf16 = losses("--precision", "bf16")
     assert in_bf16 != base
@@ -91,6 +177,18 @@ def test_a_signal_ends_all_ranks_with_a_summary(ranks: int) -> None:
     (["--steps", "0"], "steps = 0: must be a whole number from 1"),
     (["--steps", "many"], "--steps = 'many': must be a whole number"),
     (["--preset", "dmo"], "near misses: demo"),
+    (["--recipe", "int8"], "near misses: int8-states"),
+    (["--states", "int3"], "must be one of fp32"),
+    (["--states", "fp8", "--block", "64"], "block = 64"),
+    (["--stage", "4"], "stage = '4': must be one of 0"),
+    (["--shard-ranks", "2"], "goes with stage HYBRID_SHARD"),
+    (["--clip", "0"], "clip = 0.0: must be above 0"),
+    (["--warmup", "-1"], "warmup_steps = -1: must be a whole number"),
+    (["--accumulate", "0"], "accumulate = 0: must be a whole number"),
+    (["--peak-tflops", "0"], "peak_tflops = 0.0: must be above 0"),
+    (["--resume"], "--checkpoint = None: must be given"),
+    (["--vocabulary", "9"], "--data = None: must be given"),
+    (["--data", "no-such-file"], "cannot be read (No such file"),
     (["--lr", "nan"], "lr = nan: must be above 0"),
     (["--drill", "frozen-amax", "--drill-block", "layers.9"], "block = 'layers.9': matches nothing"),
     (["--fault-step", "3"], "must be frozen-amax to set fault_step"),

@@ -39,6 +39,8 @@ class DecoderConfig:
     vocabulary: int = 256
     rope_base: float = 10_000.0
     norm_eps: float = 1e-6
+    qk_norm: bool = True
+    """Queries and keys are normalized per head: bounds the logits of attention."""
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "heads", "kv_heads", "head_width", "hidden", "context", "vocabulary"):
@@ -123,8 +125,10 @@ class Attention(nn.Module):
         heads = config.heads + 2 * config.kv_heads
         self.qkv = nn.Linear(config.width, heads * config.head_width, bias=False)
         self.out = nn.Linear(config.heads * config.head_width, config.width, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+            for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         c = self.config

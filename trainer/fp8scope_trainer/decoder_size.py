@@ -43,7 +43,7 @@ def size_of(config: "DecoderConfig") -> ModelSize:
             Weights(rows=2 * c.hidden, columns=c.width, count=c.layers, linear=True),
             Weights(rows=c.width, columns=c.hidden, count=c.layers, linear=True),
             Weights(rows=1, columns=c.width, count=2 * c.layers + 1, exempt=True),
-            Weights(rows=1, columns=c.head_width, count=2 * c.layers, exempt=True),
+            *([Weights(rows=1, columns=c.head_width, count=2 * c.layers, exempt=True)] if c.qk_norm else []),
         ),
         layers=c.layers,
         activation_bytes=(c.layers * per_layer + 2 * c.width,

@@ -102,6 +102,24 @@ def joined(ranks: int) -> Iterator[World]:
 
 
 @contextmanager
+def repeatable(wanted: bool) -> Iterator[None]:
+    """Has torch replace what adds in no fixed order, such as a GPU's backward of embedding and attention.
+
+    It refuses what it cannot replace. Enter it before the first product on a GPU, when cuBLAS reads its setting.
+    """
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextmanager
 def stop_signal() -> Iterator[StopSignal]:
     """Turns SIGINT and SIGTERM into a flag that the loop reads; a second SIGINT interrupts at once."""
     stop = StopSignal()

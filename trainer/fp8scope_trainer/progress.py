@@ -7,19 +7,36 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fp8scope_trainer.throughput import mfu
 
 LINE_EVERY = 10
 """Steps between two plain lines."""
 
 
+class Speed(NamedTuple):
+    """Since the run began."""
+
+    tokens_per_second: float
+    mfu: float | None
+    """Share of the devices' peak, see `throughput`; None where the peak is not known."""
+    memory_bytes: int | None
+    """Most that a GPU has had allocated; None on a CPU."""
+
+    def __str__(self) -> str:
+        share = "" if self.mfu is None else f"  MFU {self.mfu:.1%}"
+        memory = "" if self.memory_bytes is None else f"  {self.memory_bytes / 1e9:.1f} GB"
+        return f"{self.tokens_per_second:,.0f} tokens/s{share}{memory}"
+
+
 class Display(Protocol):
     """Shown a step at a time."""
 
-    def __call__(self, step: int, loss: float, tokens_per_second: float) -> None: ...
+    def __call__(self, step: int, loss: float, speed: Speed) -> None: ...
 
 
 @dataclass(slots=True)
@@ -27,6 +44,11 @@ class Record:
     """What happened, step by step."""
 
     tokens_per_step: int
+    flops_per_token: float = 0.0
+    peak_tflops: float | None = None
+    """Of one device; None if it is not known."""
+    devices: int = 1
+    memory_bytes: int | None = None
     losses: list[float] = field(default_factory=list)
     precision_changes: list[dict[str, Any]] = field(default_factory=list)
     """Each with the first step that ran in the new precision."""
@@ -34,11 +56,18 @@ class Record:
     ended: float = 0.0
     _precisions: dict[str, str] = field(default_factory=dict)
 
-    def add(self, loss: float) -> float:
-        """Notes a step; returns tokens per second so far."""
+    def add(self, loss: float, memory_bytes: int | None = None) -> Speed:
+        """Notes a step; returns the speed so far."""
         self.losses.append(loss)
-        self.ended = time.perf_counter()
-        return len(self.losses) * self.tokens_per_step / max(self.ended - self.started, 1e-9)
+        self.ended, self.memory_bytes = time.perf_counter(), memory_bytes
+        return self.speed
+
+    @property
+    def speed(self) -> Speed:
+        """Over all steps."""
+        rate = len(self.losses) * self.tokens_per_step / max(self.ended - self.started, 1e-9)
+        used = mfu(rate, self.flops_per_token, self.peak_tflops, devices=self.devices)
+        return Speed(rate, used, self.memory_bytes)
 
     def note_precision(self, step: int, precisions: dict[str, str]) -> None:
         """Keeps what differs from the step before."""
@@ -51,7 +80,7 @@ class Record:
         """For `--json`. A loss that is not finite is null: JSON has no NaN."""
         finite = [loss for loss in self.losses if math.isfinite(loss)]
         shown = [round(loss, 6) if math.isfinite(loss) else None for loss in self.losses]
-        seconds = self.ended - self.started
+        seconds, speed = self.ended - self.started, self.speed
         return {
             "steps": len(self.losses),
             "loss": {"first": shown[0] if shown else None, "last": shown[-1] if shown else None,
@@ -59,7 +88,9 @@ class Record:
                      "nonfinite": len(self.losses) - len(finite)},
             "losses": shown,
             "seconds_per_step": round(seconds / max(len(shown), 1), 4),
-            "tokens_per_second": round(len(shown) * self.tokens_per_step / max(seconds, 1e-9), 1),
+            "tokens_per_second": round(speed.tokens_per_second, 1),
+            "mfu": None if speed.mfu is None else round(speed.mfu, 4),
+            "peak_memory_bytes": speed.memory_bytes,
             "precision_changes": self.precision_changes,
         }
 
@@ -68,14 +99,13 @@ class Record:
 def display(steps: int, *, rank: int) -> Iterator[Display]:
     """Rank 0 shows a bar if standard error is a terminal, else lines; other ranks show nothing."""
     if rank != 0:
-        yield lambda step, loss, tokens_per_second: None
+        yield lambda step, loss, speed: None
     elif sys.stderr.isatty():
         with _bar() as bar:
-            task = bar.add_task("train", total=steps, loss=math.nan, speed=0.0)
-            yield lambda step, loss, tokens_per_second: bar.update(
-                task, completed=step + 1, loss=loss, speed=tokens_per_second)
+            task = bar.add_task("train", total=steps, loss=math.nan, speed="")
+            yield lambda step, loss, speed: bar.update(task, completed=step + 1, loss=loss, speed=str(speed))
     else:
-        yield lambda step, loss, tokens_per_second: _line(step, steps, loss, tokens_per_second)
+        yield lambda step, loss, speed: _line(step, steps, loss, speed)
 
 
 def print_summary(summary: dict[str, Any]) -> None:
@@ -86,12 +116,11 @@ def print_summary(summary: dict[str, Any]) -> None:
 def _bar() -> Progress:
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}"), TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+        TextColumn("loss {task.fields[loss]:.4f}"), TextColumn("{task.fields[speed]}"),
         TimeRemainingColumn(), console=Console(stderr=True),
     )
 
 
-def _line(step: int, steps: int, loss: float, tokens_per_second: float) -> None:
+def _line(step: int, steps: int, loss: float, speed: Speed) -> None:
     if step % LINE_EVERY == 0 or step == steps - 1:
-        text = f"step {step:>5}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
-        print(text, file=sys.stderr, flush=True)
+        print(f"step {step:>5}  loss {loss:.4f}  {speed}", file=sys.stderr, flush=True)

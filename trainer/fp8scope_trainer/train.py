@@ -1,7 +1,8 @@
-"""`fp8scope train`: the reference decoder in FP8 under ZeRO-2, with the probe attached."""
+"""`fp8scope train`: the reference decoder in FP8 under ZeRO, with the probe attached."""
 
 import math
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -18,17 +19,31 @@ from fp8scope_protocol.errors import Fp8scopeError
 from fp8scope_protocol.series import canonical_name
 from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.convert import Conversion, ConversionReport, convert
-from fp8scope_trainer.data import Corpus, Text, batch_at, standard_library
+from fp8scope_trainer.data import Corpus, Text, batch_at, standard_library, token_corpus
 from fp8scope_trainer.decoder import Decoder
+from fp8scope_trainer.decoder_size import flops_per_token
 from fp8scope_trainer.history import advance_histories
+from fp8scope_trainer.mesh import training_mesh
 from fp8scope_trainer.options import TrainOptions, parse
-from fp8scope_trainer.processes import StopSignal, World, joined, launch, launched, leave, stop_signal
+from fp8scope_trainer.processes import (
+    StopSignal,
+    World,
+    joined,
+    launch,
+    launched,
+    leave,
+    repeatable,
+    stop_signal,
+)
 from fp8scope_trainer.progress import Record, display, print_summary
-from fp8scope_trainer.shard import shard
+from fp8scope_trainer.saving import Checkpoints, reads_of
+from fp8scope_trainer.shard import micro_batch, shard
+from fp8scope_trainer.throughput import device_peak, peak_memory_bytes
+
+Pair = tuple[Tensor, Tensor]
+"""Tokens and targets."""
 
 USAGE_ERROR = 2
-WARM_UP_STEPS = 20
-GRADIENT_CLIP = 1.0
 HELD_OUT_BATCHES = 8
 
 
@@ -47,20 +62,29 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(options: TrainOptions) -> int:
     """One rank of the job, from model to summary."""
-    with stop_signal() as stop, joined(options.ranks) as world:
-        corpus = standard_library()
+    with repeatable(options.deterministic), stop_signal() as stop, joined(options.ranks) as world:
+        corpus = corpus_of(options)
         model, report = build(options, world)
-        optimizer = AdamW(parameter_groups(model), lr=options.lr, seed=options.seed)
+        optimizer = AdamW(parameter_groups(model, states=options.recipe.states, block=options.block),
+                          lr=options.lr, warmup_steps=options.states_warmup, seed=options.seed)
+        checkpoints = Checkpoints(saving=options.saving, model=model, optimizer=optimizer,
+                                  reads=reads_of(options))
+        first = checkpoints.first_step()
         if world.rank == 0:
             print(report, file=sys.stderr, flush=True)
-        with attached(model, optimizer, options) as scope:
-            record = train(model, optimizer, corpus, scope, options, world, stop)
-        stopped = len(record.losses) < options.steps
+        with attached(model, optimizer, options, resume=first > 0) as scope:
+            record = train(model, optimizer, corpus, scope, options, world, stop, checkpoints, first)
+        stopped = first + len(record.losses) < options.steps
         held_out = None if stopped else held_out_loss(model, corpus, options, world)
         if world.rank == 0 and options.json:
-            print_summary(facts(model, options) | record.summary()
+            print_summary(facts(model, options) | record.summary() | {"first_step": first}
                           | {"stopped": stopped, "held_out_loss": held_out})
     return stop.exit_code if stopped else 0
+
+
+def corpus_of(options: TrainOptions) -> Corpus[Text]:
+    """What is trained on."""
+    return standard_library() if options.data is None else token_corpus(options.data.open())
 
 
 def build(options: TrainOptions, world: World) -> tuple[nn.Module, ConversionReport]:
@@ -68,85 +92,119 @@ def build(options: TrainOptions, world: World) -> tuple[nn.Module, ConversionRep
     torch.manual_seed(options.seed)
     model: nn.Module = Decoder(options.model).to(world.device)
     delayed = (options.drill.layer,) if options.drill else ()
-    report = convert(model, Conversion(precision=options.precision, delayed=delayed))
+    report = convert(model, Conversion(recipe=options.recipe.linear, precision=options.precision,
+                                       delayed=delayed))
     if options.drill:
         options.drill.check(model)
+    if options.compile:
+        for layer in model.get_submodule("layers").children():
+            layer.compile(dynamic=False)
     compute = torch.bfloat16 if world.device.type == "cuda" else None
-    return shard(model, stage=2 if world.sharded else 0, compute=compute), report
+    mesh = None if options.shard_ranks is None else training_mesh(
+        world.device.type, stage_of(options, world), group=options.shard_ranks)
+    return shard(model, stage=stage_of(options, world), mesh=mesh, compute=compute), report
+
+
+def stage_of(options: TrainOptions, world: World) -> str:
+    """As asked for; by default 2, and 0 where there is no process group."""
+    return options.stage or ("2" if world.sharded else "0")
 
 
 def attached(
-    model: nn.Module, optimizer: AdamW, options: TrainOptions
+    model: nn.Module, optimizer: AdamW, options: TrainOptions, *, resume: bool = False
 ) -> AbstractContextManager[fp8scope.Scope | None]:
     """The probe on this job, or nothing."""
     if not options.probe:
         return nullcontext()
     return fp8scope.attach(model, optimizer, run=options.run, every=options.every,
                            detail_every=options.detail_every, budget=options.budget,
-                           collector=options.collector, remote_control=options.remote_control)
+                           collector=options.collector, remote_control=options.remote_control, resume=resume)
 
 
 def train(
     model: nn.Module, optimizer: AdamW, corpus: Corpus[Text], scope: fp8scope.Scope | None,
-    options: TrainOptions, world: World, stop: StopSignal,
+    options: TrainOptions, world: World, stop: StopSignal, checkpoints: Checkpoints | None = None,
+    first: int = 0,
 ) -> Record:
-    """Steps until all are done or any rank is asked to stop."""
-    record = Record(tokens_per_step=options.batch * options.model.context * world.size)
+    """Steps from `first` on until all are done or any rank is asked to stop."""
+    record, stage = record_of(options, world), stage_of(options, world)
     with display(options.steps, rank=world.rank) as show:
-        for step in range(options.steps):
+        for step in range(first, options.steps):
             if options.drill:
                 options.drill.before_step(model, step)
-            set_lr(optimizer, options.lr * min(1.0, (step + 1) / WARM_UP_STEPS))
+            set_lr(optimizer, options.lr * min(1.0, (step + 1) / max(1, options.recipe.warmup_steps)))
             record.note_precision(step, precisions(model))
-            loss, norm = train_step(model, optimizer, batch(corpus.train, step, options, world))
+            pairs = [batch(corpus.train, number, options, world) for number in numbers(step, options)]
+            loss, norm = train_step(model, optimizer, pairs, clip=options.recipe.clip, stage=stage)
             if scope is not None:
                 if options.fidelity_every and (step + 1) % options.fidelity_every == 0:
                     scope.grad_fidelity(*(
-                        partial(next_byte_loss, model, batch(corpus.train, one, options, world))
+                        partial(next_token_loss, model, batch(corpus.train, numbers(one, options)[0], options,
+                                                              world))
                         for one in (step, step + 1)))
                 scope.step(step, skipped=not math.isfinite(norm), loss=loss, grad_norm=norm)
             mean, stopping = world.agree(loss, stop.asked)
-            show(step, mean, record.add(mean))
+            show(step, mean, record.add(mean, peak_memory_bytes(world.device)))
+            if checkpoints is not None:
+                checkpoints.after_step(step, last=stopping or step == options.steps - 1)
             if stopping:
                 break
     return record
 
 
-def train_step(model: nn.Module, optimizer: AdamW, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, float]:
-    """One optimizer step, skipped if the gradient is not finite.
+def record_of(options: TrainOptions, world: World) -> Record:
+    """An empty one, with what MFU is a share of."""
+    return Record(tokens_per_step=options.tokens_per_step, flops_per_token=flops_per_token(options.model),
+                  peak_tflops=options.peak_tflops or device_peak(world.device), devices=world.size)
 
-    Returns this rank's loss and the norm of the whole gradient before clipping.
+
+def train_step(
+    model: nn.Module, optimizer: AdamW, pairs: Sequence[Pair], *, clip: float = 1.0, stage: str = "0"
+) -> tuple[Tensor, float]:
+    """One optimizer step over micro-batches of equal size, skipped if the gradient is not finite.
+
+    Returns this rank's mean loss and the norm of the whole gradient before clipping.
     """
-    loss = next_byte_loss(model, pair)
-    torch.autograd.backward(loss)
-    norm = whole(nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)).item()
+    losses = []
+    for number, pair in enumerate(pairs):
+        if len(pairs) > 1:
+            micro_batch(model, stage=stage, last=number == len(pairs) - 1)
+        loss = next_token_loss(model, pair) / len(pairs)
+        torch.autograd.backward(loss)
+        losses.append(loss.detach())
+    norm = whole(nn.utils.clip_grad_norm_(model.parameters(), clip)).item()
     if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad()
     advance_histories(model)
-    return loss.detach(), norm
+    return torch.stack(losses).sum(), norm
 
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, corpus: Corpus[Text], options: TrainOptions, world: World) -> float:
     """Mean loss on text that is never trained on, over all ranks."""
     model.eval()
-    losses = [next_byte_loss(model, batch(corpus.held_out, step, options, world))
+    losses = [next_token_loss(model, batch(corpus.held_out, step, options, world))
               for step in range(HELD_OUT_BATCHES)]
     model.train()
     mean, _ = world.agree(torch.stack(losses).mean(), False)
     return round(mean, 6)
 
 
-def next_byte_loss(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
-    """Cross entropy in fp32, in nats per byte."""
+def next_token_loss(model: nn.Module, pair: Pair) -> Tensor:
+    """Cross entropy in fp32, in nats per token."""
     tokens, targets = pair
     return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
 
 
-def batch(text: Text, step: int, options: TrainOptions, world: World) -> tuple[Tensor, Tensor]:
-    """This rank's sequences of a step, on its device."""
-    tokens, targets = batch_at(text, step=step, batch=options.batch, length=options.model.context,
+def numbers(step: int, options: TrainOptions) -> range:
+    """Of the micro-batches of a step, counted over all steps."""
+    return range(step * options.accumulate, (step + 1) * options.accumulate)
+
+
+def batch(text: Text, number: int, options: TrainOptions, world: World) -> Pair:
+    """This rank's sequences of a micro-batch, on its device."""
+    tokens, targets = batch_at(text, step=number, batch=options.batch, length=options.model.context,
                                rank=world.rank, ranks=world.size, seed=options.seed)
     return tokens.to(world.device), targets.to(world.device)
 
@@ -155,7 +213,11 @@ def facts(model: nn.Module, options: TrainOptions) -> dict[str, Any]:
     """What was trained, for the summary."""
     return {
         "run": options.run, "preset": options.preset, "ranks": options.ranks, "seed": options.seed,
-        "precision": options.precision, "parameters": sum(p.numel() for p in model.parameters()),
+        "precision": options.precision, "states": options.recipe.states, "stage": options.stage,
+        "lr": options.lr, "clip": options.recipe.clip, "warmup_steps": options.recipe.warmup_steps,
+        "tokens_per_step": options.tokens_per_step, "deterministic": options.deterministic,
+        "data": None if options.data is None else options.data.path,
+        "parameters": sum(p.numel() for p in model.parameters()),
         "drill": asdict(options.drill) | {"layer": options.drill.layer} if options.drill else None,
     }
 
