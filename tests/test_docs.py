@@ -19,7 +19,7 @@ from fp8scope_protocol.rules import Rule
 from fp8scope_server import demo
 from fp8scope_server.app import create_app
 from fp8scope_server.settings import ServerSettings
-from fp8scope_trainer import conversion_command, estimate_command, options
+from fp8scope_trainer import conversion_command, estimate_command, options, proxy
 from fp8scope_trainer.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
@@ -58,8 +58,8 @@ def test_every_metric_is_listed_with_its_definition() -> None:
     ("page", "parser"),
     [("training.md", options._parser()), ("demo.md", demo._parser()), ("transport.md", sync._parser()),
      ("doctor.md", doctor._parser()), ("checkpoints.md", conversion_command._parser()),
-     ("estimate.md", estimate_command._parser())],
-    ids=("train", "demo", "sync", "doctor", "convert-checkpoint", "estimate"),
+     ("estimate.md", estimate_command._parser()), ("training.md", proxy._parser())],
+    ids=("train", "demo", "sync", "doctor", "convert-checkpoint", "estimate", "proxy"),
 )
 def test_every_option_is_listed(page: str, parser: object) -> None:
     """What --help shows, the page shows."""

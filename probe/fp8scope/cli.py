@@ -14,6 +14,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "train": ("fp8scope_trainer.train", "trainer", "train the reference decoder with the probe attached"),
     "convert-checkpoint": ("fp8scope_trainer.conversion_command", "trainer",
                            "write a checkpoint with its optimizer states in another format"),
+    "proxy": ("fp8scope_trainer.proxy", "trainer", "compare the loss of formats on a small model"),
     "estimate": ("fp8scope_trainer.estimate_command", "trainer", "tell what memory of a GPU a job fills"),
 }
 
