@@ -101,16 +101,17 @@ def test_a_resumed_job_goes_on_as_if_it_had_never_stopped(
 def test_a_token_file_is_trained_on_with_its_own_vocabulary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The model gets the file's vocabulary; a raw file must be explained; a bad token ends the job by name."""
+    """The model gets the file's vocabulary; a raw file must be explained; a bad token ends the job."""
     write_tokens(tmp_path / "tokens", np.arange(20_000) % 300, vocabulary=300)
     found = here(capsys, "--steps", "2", "--data", str(tmp_path / "tokens"))
     assert found["loss"]["first"] == pytest.approx(np.log(300), abs=0.3)
     assert found["parameters"] == 1_050_240 + 2 * 128 * (300 - 256)
     (np.arange(20_000) % 300).astype("<u2").tofile(tmp_path / "raw")
     raw = ["--no-probe", "--steps", "2", "--data", str(tmp_path / "raw")]
+    as_uint16 = ["--data-dtype", "uint16"]
     for options, said in (([], "data_dtype = None: must be one of"),
-                          (["--data-dtype", "uint16"], "vocabulary = None: must be given"),
-                          (["--data-dtype", "uint16", "--vocabulary", "299"], "must be below the vocabulary")):
+                          (as_uint16, "vocabulary = None: must be given"),
+                          ([*as_uint16, "--vocabulary", "299"], "must be below the vocabulary")):
         assert main([*raw, *options]) == 2
         assert said in capsys.readouterr().err
 
