@@ -5,7 +5,8 @@ forward to backward:
 
     elements of the compute precision
         2w          inputs of the two norms
-        a + 2k      output of qkv, which the norms of q and k read and whose last part is v
+        a + 2k      output of qkv, which the norms of q and k read and of which v is a part
+        a           where 1 < kv_heads < heads: queries, brought together from their groups
         a + k       q and k, turned
         a           output of attention
         3f          output of gate_up, and silu(gate)
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 def size_of(config: "DecoderConfig") -> ModelSize:
     """Parameters and activations of the decoder; see the module."""
     c, attention, keys = config, config.heads * config.head_width, config.kv_heads * config.head_width
-    per_layer = 2 * c.width + attention + 2 * keys + (attention + keys) + attention + 3 * c.hidden
+    gathered = attention if 1 < c.kv_heads < c.heads else 0
+    per_layer = 2 * c.width + 3 * attention + 3 * keys + gathered + 3 * c.hidden
     roots = 4 * (2 + c.heads + c.kv_heads) + 4 * c.heads
     return ModelSize(
         weights=(

@@ -105,7 +105,7 @@ def joined(ranks: int) -> Iterator[World]:
 def repeatable(wanted: bool) -> Iterator[None]:
     """Has torch replace what adds in no fixed order, such as a GPU's backward of embedding and attention.
 
-    It refuses what it cannot replace. Enter it before the first product on a GPU, which fixes cuBLAS' setting.
+    It refuses what it cannot replace. Enter it before the first product on a GPU: that fixes cuBLAS' setting.
     """
     if not wanted:
         yield
