@@ -121,8 +121,8 @@ class Plan:
             if self.data_ranks % self.shard_ranks:
                 raise Invalid("shard_ranks", self.shard_ranks,
                               f"must divide the {self.data_ranks} ranks of a data-parallel group")
-        if self.fp8_gather and (self.precision != "fp8" or self.zero is Stage.REPLICATED):
-            raise Invalid("fp8_gather", True, "needs precision fp8 and a stage of shards, not 0")
+        if self.fp8_gather and (self.precision != "fp8" or self.zero.keeps_parameters):
+            raise Invalid("fp8_gather", True, "needs precision fp8 and stage 3 or HYBRID_SHARD")
 
     def _check_block(self) -> None:
         if self.block is None:
