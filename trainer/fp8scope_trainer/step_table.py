@@ -40,6 +40,9 @@ class Shape(NamedTuple):
 
 
 SHAPE = Shape(512, 1, 128)
+SHAPES = {"fp8": Shape(256, 1, 0), "int8": Shape(1024, 1, 0)}
+"""By format, where another is quicker: 5.8 ms where SHAPE takes 6.5, and 5.2 where it takes 7.2, for 1.07 B
+parameters on an H200."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +78,9 @@ def kind_of(one: StepTensors, rule: Rule, format: StateFormat, by: Scalars) -> K
 class StepTable:
     """Where the tensors of many parameters of one kind lie, on their device."""
 
-    def __init__(self, tensors: Sequence[StepTensors], kind: Kind, shape: Shape = SHAPE) -> None:
+    def __init__(self, tensors: Sequence[StepTensors], kind: Kind, shape: Shape | None = None) -> None:
         self.kind, self.device = kind, tensors[0].weight.device
+        shape = shape or SHAPES.get(kind.format, SHAPE)
         self.rows = max(1, shape.elements * shape.warps // kind.block)
         self.options = {"num_warps": max(1, self.rows * kind.block // shape.elements),
                         "enable_fp_fusion": False}
