@@ -10,10 +10,10 @@ infinite numbers, codes below 2^-6, lost moments, clipped updates, blocks that a
 maximum of the tile chooses, one instruction across a warp. Multiply-adds are not fused where the reference
 rounds twice. One hash serves both moments; an element has one division.
 
-Measured on an H200, 1.07 B parameters, times the memory floor: fp8 1.43, int8 1.29, int4 1.37, bf16 1.45, fp32
-1.09. An earlier form had a block of 128 as one row of a warp and none of the branches, and was quicker but for
-fp32: fp8 1.30, int8 1.15, int4 1.27, bf16 1.12, fp32 1.21 (NaN from second moments of Inf); why has not been
-looked into. Rejected: IEEE roots and quotients for all, which branch for each element.
+Measured on an H200, 1.07 B parameters, times the memory floor: fp8 1.43, int8 1.29, int4 1.37, bf16 1.45,
+fp32 1.09. An earlier form had a block of 128 as one row of a warp and none of the branches, and was quicker
+but for fp32: fp8 1.30, int8 1.15, int4 1.27, bf16 1.12, fp32 1.21 (and NaN from second moments of Inf); why
+has not been looked into. Rejected: IEEE roots and quotients for all, which branch for each element.
 """
 
 import triton
