@@ -114,7 +114,8 @@ def test_the_precision_map_says_what_runs_and_why() -> None:
         "plain": nn.Linear(128, 130, dtype=torch.bfloat16),
     })
     fp8, plain = precision_map(find_layers(model))
-    assert (fp8.name, fp8.precision, fp8.switchable, fp8.reason) == ("fp8", "fp8", True, "")
+    assert (fp8.name, fp8.precision, fp8.switchable) == ("fp8", "fp8", True)
+    assert fp8.reason.startswith("requested fp8, running fp32 products of FP8 codes")  # on a CPU
     assert (plain.name, plain.precision, plain.switchable) == ("plain", "bf16", False)
     assert plain.reason == "Linear computes in one precision only"
     (unseen,) = find_unobserved(model)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from fp8scope.layers import find_layers
 from fp8scope.precision import precision_map
-from fp8scope_protocol.errors import UnknownName
+from fp8scope_protocol.errors import Invalid, UnknownName
 from fp8scope_trainer.convert import Conversion, convert
 from fp8scope_trainer.decoder import Decoder, DecoderConfig, demo
 from fp8scope_trainer.linear import Fp8Linear
@@ -240,3 +240,35 @@ def test_sharing_goes_with_checkpointing(reentrant: bool) -> None:
         torch.autograd.backward(y.square().sum())
         gradients.append([x.grad, *(p.grad for p in model.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_layer_that_is_used_twice_stays_one() -> None:
+    """Both of its places hold the same FP8 layer, which is in the map once."""
+    linear = nn.Linear(128, 128)
+    model = nn.Sequential(linear, nn.ReLU(), linear)
+    report = convert(model)
+    assert isinstance(model[0], Fp8Linear)
+    assert model[0] is model[2]
+    assert len(report.layers) == 1
+
+
+def test_hooks_stay_and_can_be_removed() -> None:
+    """Forward and backward hooks of a linear are those of the FP8 layer, and their handles still work."""
+    linear, seen = nn.Linear(128, 128), []
+    handles = [linear.register_forward_pre_hook(lambda *_: seen.append("pre")),
+               linear.register_forward_hook(lambda *_: seen.append("forward")),
+               linear.register_full_backward_hook(lambda *_: seen.append("backward"))]
+    model = nn.Sequential(linear)
+    convert(model)
+    model(torch.ones(4, 128, requires_grad=True)).sum().backward()
+    assert seen == ["pre", "forward", "backward"]
+    for handle in handles:
+        handle.remove()
+    model(torch.ones(4, 128))
+    assert len(seen) == 3
+
+
+def test_a_bare_linear_is_refused() -> None:
+    """There is nothing that it could be replaced in."""
+    with pytest.raises(Invalid, match=r"convert nn\.Sequential"):
+        convert(nn.Linear(128, 128))

@@ -298,3 +298,22 @@ def test_updates_have_the_length_of_exact_ones(states: str, decades: int) -> Non
         norms = [(w.detach() - b).norm().item() for w, b in zip(pair, before, strict=True)]
         ratios.append(norms[0] / norms[1])
     assert 0.95 < sum(ratios[20:]) / 40 < 1.05
+
+
+@pytest.mark.parametrize(("saver", "loader"), [(AdamW, SGD), (SGD, Lion), (Lion, SGD), (Lion, AdamW)])
+def test_states_of_another_rule_are_refused(saver: Any, loader: Any) -> None:
+    """At load, by name, and not in the next step."""
+    saved, other = (nn.Parameter(torch.ones(64, 64)) for _ in range(2))
+    first = saver([saved], lr=1e-3, states="fp32")
+    saved.grad = torch.ones_like(saved)
+    first.step()
+    with pytest.raises(Invalid, match="must hold the states of"):
+        loader([other], lr=1e-3, states="fp32").load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize("options", [{"betas": (0.9,)}, {"betas": (0.9, "x")}, {"lr": float("inf")},
+                                     {"lr": float("nan")}, {"lr": "1e-3"}, {"weight_decay": float("inf")}])
+def test_options_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
+    """When the optimizer is made."""
+    with pytest.raises(Invalid):
+        AdamW([nn.Parameter(torch.ones(4))], **options)

@@ -223,3 +223,15 @@ def test_a_rank_leaves_with_its_output_and_without_teardown() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (7, "said")
+
+
+def test_a_text_without_a_held_out_sequence_is_refused_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not after the last step: the last 20th of 300 tokens is 15, a sequence of the demo 128."""
+    path = tmp_path / "short.bin"
+    path.write_bytes(b"hello" * 60)
+    assert main(["--no-probe", "--steps", "2", "--data", str(path), "--data-dtype", "uint8"]) == 2
+    said = capsys.readouterr().err
+    assert "--data = 15" in said
+    assert "loss" not in said

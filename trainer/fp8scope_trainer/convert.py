@@ -76,6 +76,8 @@ def convert(
     before `fully_shard` and before the optimizer. Delayed layers need `advance_histories` after each step.
     """
     wanted = conversion or Conversion()
+    if type(model) is nn.Linear:
+        raise Invalid("model", "Linear", "has nothing to replace it in; convert nn.Sequential(model)")
     linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
     embedded = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     routers = {id(router) for _, router, _ in find_routers(model)}
@@ -85,12 +87,15 @@ def convert(
     for name, reason in reasons.items():
         linears[name].precision_reason = reason  # type: ignore[assignment]  # a probe shows it
     delayed, shared = _delayed(wanted.delayed, chosen), defaultdict[str, SharedCodes](SharedCodes)
-    late = replace(wanted.recipe, policy="delayed")
+    late, places = replace(wanted.recipe, policy="delayed"), defaultdict[int, list[str]](list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        places[id(module)].append(name)  # a layer that is used twice has two names
     for name in chosen:
         recipe = late if name in delayed else wanted.recipe
         layer = Fp8Linear.from_linear(linears[name], recipe=recipe, precision=wanted.precision)
         layer.shared = shared[name.rpartition(".")[0]]
-        model.set_submodule(name, layer)
+        for place in places[id(linears[name])]:
+            model.set_submodule(place, layer)
     return ConversionReport(layers=_precision_map(model, reasons, routers), operations=_softmaxes(model))
 
 

@@ -4,6 +4,7 @@ Embedding and head keep fp32 moments, and so do vectors, which are not decayed e
 parameters by pattern (`layers.0.*`, `**.qkv.weight`) and wins over the rule.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from fp8scope_protocol.errors import Invalid, UnknownName
 from fp8scope_protocol.series import canonical_name, matching_names
 from fp8scope_trainer.convert import is_head
-from fp8scope_trainer.moments import exception
+from fp8scope_trainer.moments import MASTER, exception
 from fp8scope_trainer.rules import SGD, Rule
 from fp8scope_trainer.state_format import BLOCKS, StateFormat
 
@@ -50,23 +51,30 @@ def format_of_group(group: Mapping[str, Any]) -> StateFormat:
 def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
     """`Invalid` where an option of a group would be ignored or cannot work."""
     format_of_group(group)
-    if not group["lr"] >= 0:
-        raise Invalid("lr", group["lr"], "must be 0 or more")
+    if not 0 <= _number("lr", group["lr"]) < math.inf:
+        raise Invalid("lr", group["lr"], "must be 0 or more, and finite")
     if rule is SGD:
         if not 0 < group["momentum"] < 1:
             raise Invalid("momentum", group["momentum"], "must be in (0, 1)")
-    elif not all(0 <= beta < 1 for beta in group["betas"]):
-        raise Invalid("betas", group["betas"], "must both be in [0, 1)")
+    elif len(group["betas"]) != 2 or not all(0 <= _number("betas", beta) < 1 for beta in group["betas"]):
+        raise Invalid("betas", group["betas"], "must be two numbers in [0, 1)")
     if not group.get("eps", 1.0) > 0:
         raise Invalid("eps", group["eps"], "must be above 0")
-    if not group["weight_decay"] >= 0:
-        raise Invalid("weight_decay", group["weight_decay"], "must be 0 or more")
+    if not 0 <= _number("weight_decay", group["weight_decay"]) < math.inf:
+        raise Invalid("weight_decay", group["weight_decay"], "must be 0 or more, and finite")
     clip = group.get("clip")
     if clip is not None and not clip > 0:
         raise Invalid("clip", clip, "must be above 0, or None for no clipping")
     for name in ("warmup_steps", "seed"):
         if not isinstance(group[name], int) or group[name] < 0:
             raise Invalid(name, group[name], "must be a whole number, 0 or more")
+
+
+def _number(name: str, value: Any) -> float:
+    """`value` as a float; a tensor of one element is a number, too."""
+    if isinstance(value, str):
+        raise Invalid(name, value, "must be a number")
+    return float(value)
 
 
 def check_weights(group: Mapping[str, Any]) -> None:
@@ -76,6 +84,17 @@ def check_weights(group: Mapping[str, Any]) -> None:
             raise Invalid("master", True, f"is for bf16 and fp16 parameters; one here is {parameter.dtype}")
         if not group["master"] and parameter.dtype not in (torch.float32, torch.bfloat16):
             raise Invalid("params", str(parameter.dtype), "must be fp32 or bf16; fp16 needs master=True")
+
+
+def check_rule(rule: Rule, states: Mapping[Any, Mapping[str, Any]]) -> None:
+    """`Invalid` where saved states are those of another rule. Adam's and AdamW's have the same keys."""
+    wanted = set(rule.keys)
+    for state in states.values():
+        kept = {key.removesuffix("_exact") for key in state} - {"step", MASTER}
+        kept = {key for key in kept if not key.endswith("_scale")}
+        if state and kept != wanted:
+            raise Invalid("state_dict", sorted(kept),
+                          f"must hold the states of {rule.name}: {sorted(wanted)}")
 
 
 def check_loaded(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:

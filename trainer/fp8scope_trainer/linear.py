@@ -32,6 +32,11 @@ from fp8scope_trainer.history import AmaxHistory
 from fp8scope_trainer.recipe import Recipe
 from fp8scope_trainer.shared import Offer, SharedCodes
 
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+          "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+          "_is_full_backward_hook")
+"""Where torch keeps the hooks of a module."""
+
 
 class Fp8Linear(nn.Linear):
     """`nn.Linear` with FP8 GEMMs: same parameters, same `state_dict` keys.
@@ -64,10 +69,12 @@ class Fp8Linear(nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, recipe: Recipe, precision: Precision = "fp8") -> Self:
-        """An FP8 layer that owns the very parameters of `linear`."""
+        """An FP8 layer that owns the very parameters and hooks of `linear`."""
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, recipe=recipe,
                     precision=precision, device="meta")
         layer.weight, layer.bias = linear.weight, linear.bias
+        for key in _HOOKS:  # the very dicts, so that handles still remove theirs
+            layer.__dict__[key] = linear.__dict__[key]
         layer._make_histories(linear.weight.device)
         return layer.train(linear.training)
 

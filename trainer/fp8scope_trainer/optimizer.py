@@ -20,7 +20,13 @@ from torch.optim import Optimizer
 
 from fp8scope.observer import StateObserver
 from fp8scope_protocol.errors import Invalid
-from fp8scope_trainer.groups import check_group, check_loaded, check_weights, format_of_group
+from fp8scope_trainer.groups import (
+    check_group,
+    check_loaded,
+    check_rule,
+    check_weights,
+    format_of_group,
+)
 from fp8scope_trainer.moments import (
     MASTER,
     Draw,
@@ -203,6 +209,7 @@ class StateOptimizer(Optimizer):
         torch casts every state to the parameter's dtype, codes too, and shares `step`.
         """
         check_loaded(self.param_groups, state_dict["param_groups"])
+        check_rule(self.rule, state_dict["state"])
         super().load_state_dict(state_dict)
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for number, (_, group, parameter) in zip(numbers, self._parameters(), strict=True):

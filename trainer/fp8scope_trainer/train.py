@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fp8scope
 from fp8scope.observer import switchable_layers
-from fp8scope_protocol.errors import Fp8scopeError
+from fp8scope_protocol.errors import Fp8scopeError, Invalid
 from fp8scope_protocol.series import canonical_name
 from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.convert import Conversion, ConversionReport, convert
@@ -83,8 +83,15 @@ def run(options: TrainOptions) -> int:
 
 
 def corpus_of(options: TrainOptions) -> Corpus[Text]:
-    """What is trained on."""
-    return standard_library() if options.data is None else token_corpus(options.data.open())
+    """What is trained on; both of its texts hold a sequence, or the job does not begin."""
+    if options.data is None:
+        return standard_library()
+    corpus = token_corpus(options.data.open())
+    least = min(corpus.train.numel(), corpus.held_out.numel())
+    if least <= options.model.context:
+        raise Invalid("--data", least, "tokens in the shorter of its two texts (the last 20th is held out); "
+                                       f"must be more than a sequence, {options.model.context}")
+    return corpus
 
 
 def build(options: TrainOptions, world: World) -> tuple[nn.Module, ConversionReport]:
