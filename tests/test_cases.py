@@ -10,6 +10,7 @@ PROBE = ("p2", "p4", "p6", "p8", "p9", "p10", "p11", "p12")
 QUANTIZATION = ("q2", "q4", "q6", "q8", "q9", "q10", "q11", "q12", "q13")
 RANKS = ("z2", "z3", "z5", "z6")
 COMPILED = ("f6",)
+TRAINER = ("f2", "o3", "o4", "o5")
 
 
 def by_id() -> dict[str, list[str]]:
@@ -23,7 +24,7 @@ def by_id() -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("one", [*PROBE, *QUANTIZATION, *RANKS, *COMPILED])
+@pytest.mark.parametrize("one", [*PROBE, *QUANTIZATION, *RANKS, *COMPILED, *TRAINER])
 def test_every_reported_fault_has_a_test(one: str) -> None:
     """By its name, so that `pytest -k p4` runs the case."""
     assert by_id().get(one)

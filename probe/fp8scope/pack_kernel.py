@@ -37,6 +37,7 @@ from fp8scope.pair_kernel import (
     LOW,
     MAGNITUDES,
     code_of,
+    four_codes,
     max_of_pairs,
     packs,
     pair_max,
@@ -82,26 +83,6 @@ def _two_codes(y: tl.tensor, z: tl.tensor, LARGEST: tl.constexpr, MANTISSA: tl.c
 
 
 @triton.jit
-def _four_codes(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, LARGEST: tl.constexpr,
-                MANTISSA: tl.constexpr, NORMAL: tl.constexpr, CODE: tl.constexpr,
-                ASM: tl.constexpr) -> tl.tensor:
-    """The codes of a to d as int32, d's in the uppermost byte."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }
-            """, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        low = _two_codes(a, b, LARGEST, MANTISSA, NORMAL, CODE, ASM).to(tl.int32) & LOW
-        return low | (_two_codes(c, d, LARGEST, MANTISSA, NORMAL, CODE, ASM).to(tl.int32) << 16)
-
-
-@triton.jit
 def _codes_of(pairs: tl.tensor, scale: tl.tensor, bits: tl.tensor, odd: tl.tensor, LARGEST: tl.constexpr,
               MANTISSA: tl.constexpr, NORMAL: tl.constexpr, CODE: tl.constexpr,
               ASM: tl.constexpr) -> tl.tensor:
@@ -126,13 +107,13 @@ def _words_of(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, bits: tl.t
     """Codes of four rows [32, n], of columns with amax `bits` and `scale` [n], as int32."""
     s = scale[None, :]
     if odd:
-        word = _four_codes(tl.div_rn(a, s), tl.div_rn(b, s), tl.div_rn(c, s), tl.div_rn(d, s),
+        word = four_codes(tl.div_rn(a, s), tl.div_rn(b, s), tl.div_rn(c, s), tl.div_rn(d, s),
                            LARGEST, MANTISSA, NORMAL, CODE, ASM)
         word = tl.where(bits[None, :] >= INFINITY, _NAN_CODES, word)
     else:
         r, tail = inverse(scale)
         r, tail = r[None, :], tail[None, :]
-        word = _four_codes(over(a, s, r, tail, not ASM), over(b, s, r, tail, not ASM),
+        word = four_codes(over(a, s, r, tail, not ASM), over(b, s, r, tail, not ASM),
                            over(c, s, r, tail, not ASM), over(d, s, r, tail, not ASM),
                            LARGEST, MANTISSA, NORMAL, CODE, ASM)
     return word

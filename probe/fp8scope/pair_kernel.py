@@ -133,6 +133,39 @@ def _code(value: tl.tensor, y: tl.tensor, CODE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def four_codes(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, LARGEST: tl.constexpr,
+                MANTISSA: tl.constexpr, NORMAL: tl.constexpr, CODE: tl.constexpr,
+                ASM: tl.constexpr) -> tl.tensor:
+    """The codes of a to d as int32, d's in the uppermost byte."""
+    if ASM and MANTISSA == 3:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }
+            """, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    elif ASM:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }
+            """, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        low = (code_of(a, LARGEST, MANTISSA, NORMAL, CODE).to(tl.int32) & 0xFF) | (
+            (code_of(b, LARGEST, MANTISSA, NORMAL, CODE).to(tl.int32) & 0xFF) << 8)
+        high = (code_of(c, LARGEST, MANTISSA, NORMAL, CODE).to(tl.int32) & 0xFF) | (
+            (code_of(d, LARGEST, MANTISSA, NORMAL, CODE).to(tl.int32) & 0xFF) << 8)
+        return low | (high << 16)
+
+
+@triton.jit
 def log2(x: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
     """log2 of a normal fp32, to 2^-22."""
     if ASM:

@@ -34,7 +34,16 @@ from torch import Tensor
 
 from fp8scope.launch_kernel import BoundLauncher, Launcher
 from fp8scope.pack_kernel import inverse, over
-from fp8scope.pair_kernel import LOW, MAGNITUDES, code_of, max_of_pairs, packs, pair_max, upper, widen
+from fp8scope.pair_kernel import (
+    LOW,
+    MAGNITUDES,
+    four_codes,
+    max_of_pairs,
+    packs,
+    pair_max,
+    upper,
+    widen,
+)
 from fp8scope.quantize import DTYPES
 from fp8scope.quantize_kernel import CODE_TYPES, INFINITY, scale_of
 from fp8scope_protocol.formats import TILE, Format
@@ -59,50 +68,17 @@ def _nan(like: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _four_codes(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, LARGEST: tl.constexpr,
-                MANTISSA: tl.constexpr, NORMAL: tl.constexpr, CODE: tl.constexpr,
-                ASM: tl.constexpr) -> tl.tensor:
-    """The codes of a to d as int32, d's in the uppermost byte."""
-    if ASM and MANTISSA == 3:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }
-            """, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
-    elif ASM:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }
-            """, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        low = (code_of(a, LARGEST, MANTISSA, NORMAL, CODE).to(tl.int32) & 0xFF) | (
-            (code_of(b, LARGEST, MANTISSA, NORMAL, CODE).to(tl.int32) & 0xFF) << 8)
-        high = (code_of(c, LARGEST, MANTISSA, NORMAL, CODE).to(tl.int32) & 0xFF) | (
-            (code_of(d, LARGEST, MANTISSA, NORMAL, CODE).to(tl.int32) & 0xFF) << 8)
-        return low | (high << 16)
-
-
-@triton.jit
 def _words_of(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, scale: tl.tensor,
               LARGEST: tl.constexpr, MANTISSA: tl.constexpr, NORMAL: tl.constexpr, CODE: tl.constexpr,
               ASM: tl.constexpr) -> tl.tensor:
     """Codes of four rows under a scalar scale, as int32."""
     if scale < _HUGE:
         r, tail = inverse(scale)
-        word = _four_codes(over(a, scale, r, tail, not ASM), over(b, scale, r, tail, not ASM),
+        word = four_codes(over(a, scale, r, tail, not ASM), over(b, scale, r, tail, not ASM),
                            over(c, scale, r, tail, not ASM), over(d, scale, r, tail, not ASM),
                            LARGEST, MANTISSA, NORMAL, CODE, ASM)
     else:
-        word = _four_codes(tl.div_rn(a, scale), tl.div_rn(b, scale), tl.div_rn(c, scale),
+        word = four_codes(tl.div_rn(a, scale), tl.div_rn(b, scale), tl.div_rn(c, scale),
                            tl.div_rn(d, scale), LARGEST, MANTISSA, NORMAL, CODE, ASM)
     return word
 
