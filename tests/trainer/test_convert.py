@@ -272,3 +272,23 @@ def test_a_bare_linear_is_refused() -> None:
     """There is nothing that it could be replaced in."""
     with pytest.raises(Invalid, match=r"convert nn\.Sequential"):
         convert(nn.Linear(128, 128))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
+def test_linears_that_would_lose_something_are_left_with_the_reason() -> None:
+    """A weight that a hook computes or that is complex, a replaced forward, a buffer, a child; the plain one
+    beside them is converted."""
+    computed = nn.utils.weight_norm(nn.Linear(128, 128))
+    patched, buffered, adapted = (nn.Linear(128, 128) for _ in range(3))
+    patched.forward = patched.forward  # type: ignore[method-assign]
+    buffered.register_buffer("gain", torch.ones(1))
+    adapted.lora = nn.Linear(2, 2)
+    odd = [computed, nn.Linear(128, 128, dtype=torch.complex64), patched, buffered, adapted]
+    model = nn.Sequential(*odd, nn.Linear(128, 128))
+    keys = set(model.state_dict())
+    left = convert(model).left
+    for number, words in enumerate(("computed", "complex", "forward", "gain", "lora")):
+        assert words in left[str(number)]
+        assert model[number] is odd[number]
+    assert isinstance(model[5], Fp8Linear)
+    assert set(model.state_dict()) == keys

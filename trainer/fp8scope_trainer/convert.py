@@ -110,9 +110,21 @@ def _reason(name: str, linear: nn.Linear, embedded: set[Tensor], filter: Filter 
         return "shares its weight with an embedding"
     if is_head(name):
         return "output head"
-    if reason := unsuitable(linear.in_features, linear.out_features):
+    if reason := unsuitable(linear.in_features, linear.out_features) or _changed(linear):
         return f"{REQUESTED}{reason}"
     return "" if filter is None or filter(name, linear) else "left out by the filter"
+
+
+def _changed(linear: nn.Linear) -> str:
+    """What a linear has that an FP8 layer in its place would lose; empty if nothing."""
+    if not isinstance(linear._parameters.get("weight"), nn.Parameter):
+        return "its weight is computed from others"
+    if linear.weight.is_complex():
+        return "its weight is complex"
+    if "forward" in linear.__dict__:
+        return "its forward was replaced"
+    own = {*linear._parameters, *linear._buffers, *linear._modules} - {"weight", "bias"}
+    return f"it holds {', '.join(sorted(own))}" if own else ""
 
 
 def _delayed(patterns: tuple[str, ...], names: list[str]) -> set[str]:

@@ -213,7 +213,7 @@ def _parser() -> Parser:
     probe = parser.add_argument_group("probe")
     probe.add_argument("--every", type=int, default=10, help="steps between measurements (10)")
     probe.add_argument("--detail-every", type=int, default=32,
-                       help="of the measured steps, every how manieth is measured in detail (8)")
+                       help="of the measured steps, every how manieth is measured in detail (32)")
     probe.add_argument("--fidelity-every", type=int, default=500,
                        help="steps between two comparisons of gradients with BF16, 0 for none (500)")
     probe.add_argument("--budget", type=_budget, default=0.01,
