@@ -8,7 +8,7 @@ from torch import nn
 
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.data import batch_at, standard_library
-from fp8scope_trainer.decoder import Decoder, DecoderConfig, demo, hundred_million, rotate
+from fp8scope_trainer.decoder import Decoder, DecoderConfig, demo, hundred_million, rotate, turns
 
 
 def tiny(**changes: Any) -> DecoderConfig:
@@ -44,7 +44,8 @@ def test_rotation_makes_products_relative() -> None:
     """q . k depends on the distance of two places only, and a rotation keeps lengths."""
     torch.manual_seed(0)
     q, k = (torch.randn(1, 1, 1, 8).expand(1, 1, 12, 8) for _ in range(2))
-    q, k = rotate(q, 10_000.0)[0, 0], rotate(k, 10_000.0)[0, 0]
+    cos, sin = turns(12, tiny(head_width=8), q.device)
+    q, k = rotate(q, cos, sin)[0, 0], rotate(k, cos, sin)[0, 0]
     torch.testing.assert_close(q[3] @ k[1], q[11] @ k[9])
     assert not torch.isclose(q[3] @ k[1], q[3] @ k[2])
     torch.testing.assert_close(q.norm(dim=1), q[0].norm().expand(12))
@@ -55,7 +56,9 @@ def test_qk_norm_bounds_the_logits() -> None:
     torch.manual_seed(0)
     attention = Decoder(tiny()).get_submodule("layers.0.attention")
     x = torch.randn(1, 12, 32)
-    torch.testing.assert_close(attention(1000 * x), 1000 * attention(x), rtol=1e-3, atol=1e-3)
+    cos, sin = turns(12, tiny(), x.device)
+    torch.testing.assert_close(attention(1000 * x, cos, sin), 1000 * attention(x, cos, sin), rtol=1e-3,
+                               atol=1e-3)
 
 
 def test_settings_are_checked() -> None:

@@ -23,8 +23,7 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 @triton.jit
 def least(x: tl.tensor) -> tl.tensor:
     """Of a tile [CHUNKS, ROWS, WIDTH] of integers: across a warp in one instruction."""
-    x = tl.min(x, axis=0)
-    return tl.min(tl.reshape(x, (x.shape[0] * x.shape[1],)), axis=0)
+    return tl.min(tl.min(tl.min(x, axis=0), axis=0), axis=0)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from fp8scope_trainer.chance_kernel import hashes, least, mix, to_bf16
-from fp8scope_trainer.state_kernel import decoded, put, read, top_of, write
+from fp8scope_trainer.state_kernel import decoded, put, put_scale, read, scale_of, top_of, write
 
 _OF_WEIGHTS = tl.constexpr(0x9E3779B9)
 _INFINITY = tl.constexpr(0x7F800000)
@@ -92,54 +92,46 @@ def _adam(m: tl.tensor, v: tl.tensor, correction1: tl.tensor, correction2: tl.te
 
 
 @triton.jit
-def _sums(out_ptr: tl.tensor, w: tl.tensor, m: tl.tensor, root: tl.tensor, low: tl.tensor, u: tl.tensor,
-          clipped: tl.tensor, clip: tl.tensor, PAIR: tl.constexpr) -> None:
-    """The program's share of `StepStats`: a column of the five numbers of `step.ROW`, without lr."""
-    programs = tl.num_programs(0)
+def _flat(x: tl.tensor) -> tl.tensor:
+    """[WIDTH]: of a tile of numbers the sum over what a thread has in registers."""
+    return tl.sum(tl.sum(x, axis=0), axis=0)
+
+
+@triton.jit
+def _added(sums: tl.tuple, w: tl.tensor, m: tl.tensor, root: tl.tensor, low: tl.tensor, u: tl.tensor,
+           clipped: tl.tensor, clip: tl.tensor, PAIR: tl.constexpr) -> tl.tuple:
+    """A piece's share of `StepStats` added to the program's: the numbers of `step.ROW`, without lr. The largest
+    are bits, int32 [WIDTH]; what is lost and clipped int32; changes and weights fp32 [WIDTH]."""
+    largest, lost, beyond, changes, weights = sums
     bits = u.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = (-least(-bits)).to(tl.float32, bitcast=True)
-    lost, beyond = 0, 0  # both are seldom there
+    top = tl.max(tl.max(bits, axis=0), axis=0)
     if PAIR:  # noqa: SIM102  (known when compiled; the other is not)
-        if low == 0:
-            lost = _total(((root == 0.0) & (m != 0.0)).to(tl.int32))
-    if largest > clip:
-        beyond = _total((tl.abs(u) > clip).to(tl.int32))
-    tl.store(out_ptr, largest)
-    tl.store(out_ptr + programs, lost)
-    tl.store(out_ptr + 2 * programs, beyond)
-    tl.store(out_ptr + 3 * programs, _total(clipped * clipped))
-    tl.store(out_ptr + 4 * programs, _total(w * w))
+        if low == 0:  # seldom
+            lost += tl.sum(_flat(((root == 0.0) & (m != 0.0)).to(tl.int32)), axis=0)
+    if tl.max(top, axis=0).to(tl.float32, bitcast=True) > clip:
+        beyond += tl.sum(_flat((tl.abs(u) > clip).to(tl.int32)), axis=0)
+    return (tl.maximum(largest, top), lost, beyond, changes + _flat(clipped * clipped),
+            weights + _flat(w * w))
 
 
 @triton.jit
-def _total(x: tl.tensor) -> tl.tensor:
-    x = tl.sum(x, axis=0)
-    return tl.sum(tl.reshape(x, (x.shape[0] * x.shape[1],)), axis=0)
-
-
-@triton.jit
-def _tile(w_ptr: tl.tensor, g_ptr: tl.tensor, m_ptr: tl.tensor, v_ptr: tl.tensor, ms_ptr: tl.tensor,
-          vs_ptr: tl.tensor, out_ptr: tl.tensor, offset: tl.tensor, inside: tl.tensor, packed: tl.tensor,
-          whole: tl.tensor, place: tl.tensor, there: tl.tensor, first: tl.tensor, key: tl.tensor,
-          coefficient: tl.tensor, lr: tl.tensor, decay: tl.tensor, beta1: tl.tensor, rest1: tl.tensor,
-          beta2: tl.tensor, rest2: tl.tensor, correction1: tl.tensor, correction2: tl.tensor, eps: tl.tensor,
-          clip: tl.tensor, RULE: tl.constexpr, FORMAT: tl.constexpr, WEIGHT: tl.constexpr,
-          LARGEST_M: tl.constexpr, LARGEST_V: tl.constexpr, SCALED: tl.constexpr, CLIPPED: tl.constexpr,
-          WIDE: tl.constexpr, QUICK: tl.constexpr, COMPILED: tl.constexpr,
-          MASKED: tl.constexpr) -> None:
-    """offset, inside [CHUNKS, ROWS, WIDTH]; packed, whole: the same of the codes; place, there [ROWS]: of
-    scales."""
+def _moved(w_ptr: tl.tensor, g_ptr: tl.tensor, m_ptr: tl.tensor, v_ptr: tl.tensor, ms: tl.tensor,
+           vs: tl.tensor, offset: tl.tensor, inside: tl.tensor, packed: tl.tensor, whole: tl.tensor,
+           first: tl.tensor, key: tl.tensor, sums: tl.tuple, coefficient: tl.tensor, by: tl.tuple,
+           RULE: tl.constexpr, FORMAT: tl.constexpr, WEIGHT: tl.constexpr, SCALED: tl.constexpr,
+           CLIPPED: tl.constexpr, WIDE: tl.constexpr, QUICK: tl.constexpr, COMPILED: tl.constexpr,
+           MASKED: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tuple]:
+    """Moves the weights of a piece [CHUNKS, ROWS, WIDTH]. Its moments (of blocks the root of the second), the
+    `top_of` the second, and the sums with its share."""
+    lr, decay, beta1, rest1, beta2, rest2, correction1, correction2, eps, clip = by
     PAIR: tl.constexpr = RULE == "adamw" or RULE == "adam"
     BLOCKS: tl.constexpr = FORMAT != "fp32" and FORMAT != "bf16"
     w = read(w_ptr, offset, inside, MASKED).to(tl.float32)
     g = read(g_ptr, offset, inside, MASKED).to(tl.float32)
-    m = read(m_ptr, packed, whole, MASKED)
-    v = read(v_ptr, packed, whole, MASKED) if PAIR else m
-    ms = read(ms_ptr, place, there, MASKED) if BLOCKS else 1.0
-    m = decoded(m, ms, FORMAT, True)
+    m = decoded(read(m_ptr, packed, whole, MASKED), ms, FORMAT, True)
+    v = m
     if PAIR:
-        vs = read(vs_ptr, place, there, MASKED) if BLOCKS else 1.0
-        v = decoded(v, vs, FORMAT, False)
+        v = decoded(read(v_ptr, packed, whole, MASKED), vs, FORMAT, False)
         if BLOCKS:
             m = tl.where(v == 0.0, 0.0, m)
             v = v * v
@@ -163,21 +155,62 @@ def _tile(w_ptr: tl.tensor, g_ptr: tl.tensor, m_ptr: tl.tensor, v_ptr: tl.tensor
     if CLIPPED:
         clipped = tl.minimum(tl.maximum(u, -clip, propagate_nan=tl.PropagateNan.ALL), clip,
                              propagate_nan=tl.PropagateNan.ALL)
-    _sums(out_ptr, w, m, root, low, u, clipped, clip, PAIR)
+    sums = _added(sums, w, m, root, low, u, clipped, clip, PAIR)
     if RULE == "adamw" or RULE == "lion":
         w *= decay
     w -= lr * clipped
     if tl.bfloat16 == WEIGHT:
-        write(w_ptr, offset, to_bf16(w, hashes(mix(key ^ _OF_WEIGHTS), first, offset, WIDE) >> 16), inside,
-              MASKED)
-    else:
-        write(w_ptr, offset, w, inside, MASKED)
-    random = hashes(key, first, offset, WIDE)
-    put(m_ptr, ms_ptr, packed, place, m, top_of(m, True), random, whole, there, FORMAT, True, LARGEST_M,
-        MASKED, COMPILED)
-    if PAIR:
-        put(v_ptr, vs_ptr, packed, place, root if BLOCKS else v, top, random, whole, there, FORMAT, False,
-            LARGEST_V, MASKED, COMPILED)
+        w = to_bf16(w, hashes(mix(key ^ _OF_WEIGHTS), first, offset, WIDE) >> 16)
+    write(w_ptr, offset, w, inside, MASKED)
+    return m, root if PAIR and BLOCKS else v, top, sums
+
+
+@triton.jit
+def _tile(w_ptr: tl.tensor, g_ptr: tl.tensor, m_ptr: tl.tensor, v_ptr: tl.tensor, ms_ptr: tl.tensor,
+          vs_ptr: tl.tensor, offset: tl.tensor, lane: tl.tensor, limit: tl.tensor, packed: tl.tensor,
+          code: tl.tensor, end: tl.tensor, place: tl.tensor, first: tl.tensor, key: tl.tensor, sums: tl.tuple,
+          coefficient: tl.tensor, by: tl.tuple, RULE: tl.constexpr, FORMAT: tl.constexpr,
+          WEIGHT: tl.constexpr, LARGEST_M: tl.constexpr, LARGEST_V: tl.constexpr, PIECES: tl.constexpr,
+          SCALED: tl.constexpr, CLIPPED: tl.constexpr, WIDE: tl.constexpr, QUICK: tl.constexpr,
+          COMPILED: tl.constexpr, MASKED: tl.constexpr) -> tl.tuple:
+    """ROWS blocks, each read in PIECES one after the other: what is kept of one until amax is known are its
+    moments. offset, lane [CHUNKS, ROWS, WIDTH]: of a piece, in memory and in its block; packed, code: the
+    same of the codes; limit, end [ROWS]: lanes and codes of a block that are there, all if not MASKED; place
+    [ROWS]: of scales. Returns the sums."""
+    PAIR: tl.constexpr = RULE == "adamw" or RULE == "adam"
+    BLOCKS: tl.constexpr = FORMAT != "fp32" and FORMAT != "bf16"
+    PIECE: tl.constexpr = offset.shape[0] * offset.shape[2]
+    SHORT: tl.constexpr = packed.shape[0] * packed.shape[2]
+    there = limit > 0
+    ms = read(ms_ptr, place, there, MASKED) if BLOCKS else 1.0
+    vs = read(vs_ptr, place, there, MASKED) if BLOCKS and PAIR else 1.0
+    top_m, top_v, ms_kept, vs_kept = 0, 0, (), ()
+    for piece in tl.static_range(PIECES):
+        at, begin = piece * PIECE, piece * SHORT
+        m, v, top, sums = _moved(
+            w_ptr + at, g_ptr + at, m_ptr + begin, v_ptr + begin, ms, vs, offset,
+            lane + at < limit[None, :, None], packed, code + begin < end[None, :, None], first + at, key, sums,
+            coefficient, by, RULE, FORMAT, WEIGHT, SCALED, CLIPPED, WIDE, QUICK, COMPILED, MASKED)
+        top_m, top_v = tl.maximum(top_m, top_of(m, True)), tl.maximum(top_v, top)
+        ms_kept, vs_kept = ms_kept + (m,), vs_kept + (v,)
+    scale_m, scale_v = 1.0, 1.0
+    if BLOCKS:
+        scale_m = scale_of(top_m, LARGEST_M, COMPILED)
+        scale_v = scale_of(top_v, LARGEST_V, COMPILED) if PAIR else scale_m
+    for piece in tl.static_range(PIECES):
+        at, begin = piece * PIECE, piece * SHORT
+        whole = code + begin < end[None, :, None]
+        random = hashes(key, first + at, offset, WIDE)
+        put(m_ptr + begin, packed, ms_kept[piece], top_m, scale_m, random, whole, FORMAT, True, LARGEST_M,
+            MASKED, COMPILED)
+        if PAIR:
+            put(v_ptr + begin, packed, vs_kept[piece], top_v, scale_v, random, whole, FORMAT, False, LARGEST_V,
+                MASKED, COMPILED)
+    if BLOCKS:
+        put_scale(ms_ptr, place, top_m, scale_m, there, FORMAT, MASKED)
+        if PAIR:
+            put_scale(vs_ptr, place, top_v, scale_v, there, FORMAT, MASKED)
+    return sums
 
 
 @triton.jit(do_not_specialize=["parts", "key"])
@@ -188,8 +221,8 @@ def step_kernel(table_ptr: tl.tensor, gradient_ptr: tl.tensor, part_ptr: tl.tens
                 clip: tl.tensor, RULE: tl.constexpr, FORMAT: tl.constexpr, WEIGHT: tl.constexpr,
                 GRADIENT: tl.constexpr, STORED_M: tl.constexpr, STORED_V: tl.constexpr,
                 LARGEST_M: tl.constexpr, LARGEST_V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-                WIDTH: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr,
-                SCALED: tl.constexpr, CLIPPED: tl.constexpr, WIDE: tl.constexpr, QUICK: tl.constexpr,
+                TILES: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr,
+                EVEN: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, CLIPPED: tl.constexpr, WIDE: tl.constexpr, QUICK: tl.constexpr,
                 COMPILED: tl.constexpr) -> None:
     """A program is a tile of the parameter that `part_ptr` names for it; the table is `step_table`'s."""
     program = tl.program_id(0)
@@ -204,7 +237,7 @@ def step_kernel(table_ptr: tl.tensor, gradient_ptr: tl.tensor, part_ptr: tl.tens
     rows = tl.load(table_ptr + 5 * parts)  # if EVEN, elements
     stream = tl.load(table_ptr + 7 * parts).to(tl.uint32)
     first = tl.load(table_ptr + 8 * parts)
-    tile = program - tl.load(table_ptr + 9 * parts).to(tl.int32)
+    tile = (program - tl.load(table_ptr + 9 * parts).to(tl.int32)) * TILES
     if ALIGNED:
         w_ptr, g_ptr = tl.multiple_of(w_ptr, 16), tl.multiple_of(g_ptr, 16)
         m_ptr, v_ptr = tl.multiple_of(m_ptr, 16), tl.multiple_of(v_ptr, 16)
@@ -214,44 +247,52 @@ def step_kernel(table_ptr: tl.tensor, gradient_ptr: tl.tensor, part_ptr: tl.tens
     PACKED: tl.constexpr = FORMAT == "int4"
     SHORT: tl.constexpr = BLOCK // 2 if PACKED else BLOCK  # codes of a block
     THIN: tl.constexpr = WIDTH // 2 if PACKED else WIDTH  # and of a chunk of it
-    chunk = tl.arange(0, BLOCK // WIDTH)[:, None, None]
+    chunk = tl.arange(0, BLOCK // (WIDTH * PIECES))[:, None, None]
     place = tl.arange(0, ROWS)
     row = place[None, :, None]
     lane = chunk * WIDTH + tl.max_contiguous(tl.arange(0, WIDTH), VECTOR)[None, None, :]
     code = tl.max_contiguous(tl.arange(0, THIN), VECTOR // 2 if PACKED else VECTOR)[None, None, :]
     code = chunk * THIN + code
+    by = lr, decay, beta1, rest1, beta2, rest2, correction1, correction2, eps, clip
+    nothing = tl.zeros((WIDTH,), tl.float32)
+    sums = nothing.to(tl.int32), 0, 0, nothing, nothing
     if EVEN:
-        top = tile.to(tl.int64) * ROWS
-        begin = top * BLOCK
-        w_ptr, g_ptr, m_ptr, v_ptr = w_ptr + begin, g_ptr + begin, m_ptr + top * SHORT, v_ptr + top * SHORT
-        ms_ptr, vs_ptr, first = ms_ptr + top, vs_ptr + top, first + begin
         offset, packed = row * BLOCK + lane, row * SHORT + code
-        if begin + ROWS * BLOCK <= rows:
-            _tile(w_ptr, g_ptr, m_ptr, v_ptr, ms_ptr, vs_ptr, out_ptr, offset, offset, packed, packed, place,
-                  place, first, key, coefficient, lr, decay, beta1, rest1, beta2, rest2, correction1,
-                  correction2, eps, clip, RULE, FORMAT, WEIGHT, LARGEST_M, LARGEST_V, SCALED, CLIPPED,
-                  WIDE, QUICK, COMPILED, False)
-        else:
-            left = (rows - begin).to(tl.int32)
-            _tile(w_ptr, g_ptr, m_ptr, v_ptr, ms_ptr, vs_ptr, out_ptr, offset, offset < left, packed,
-                  packed < (left // 2 if PACKED else left), place, place * BLOCK < left, first, key,
-                  coefficient, lr, decay, beta1, rest1, beta2, rest2, correction1, correction2, eps, clip,
-                  RULE, FORMAT, WEIGHT, LARGEST_M, LARGEST_V, SCALED, CLIPPED, WIDE, QUICK, COMPILED,
-                  True)
+        whole = (rows // (ROWS * BLOCK)).to(tl.int32)
+        top = tile.to(tl.int64) * ROWS
+        for _ in range(tile, tl.minimum(tile + TILES, whole)):
+            begin = top * BLOCK
+            sums = _tile(w_ptr + begin, g_ptr + begin, m_ptr + top * SHORT, v_ptr + top * SHORT, ms_ptr + top,
+                         vs_ptr + top, offset, lane, place, packed, code, place, place, first + begin, key,
+                         sums, coefficient, by, RULE, FORMAT, WEIGHT, LARGEST_M, LARGEST_V, PIECES, SCALED,
+                         CLIPPED, WIDE, QUICK, COMPILED, False)
+            top += ROWS
+        begin = top * BLOCK
+        if (whole >= tile) & (whole < tile + TILES) & (begin < rows):
+            limit = (rows - begin).to(tl.int32) - place * BLOCK
+            sums = _tile(w_ptr + begin, g_ptr + begin, m_ptr + top * SHORT, v_ptr + top * SHORT, ms_ptr + top,
+                         vs_ptr + top, offset, lane, limit, packed, code, limit // 2 if PACKED else limit,
+                         place, first + begin, key, sums, coefficient, by, RULE, FORMAT, WEIGHT, LARGEST_M,
+                         LARGEST_V, PIECES, SCALED, CLIPPED, WIDE, QUICK, COMPILED, True)
     else:
         columns = tl.load(table_ptr + 6 * parts).to(tl.int32)
         if ALIGNED:
             columns = tl.multiple_of(columns, 16)
         blocks = tl.cdiv(columns, BLOCK)
         stride = (columns + 1) // 2 if PACKED else columns
-        block, top = tile % blocks, (tile // blocks).to(tl.int64) * ROWS
-        begin, start = top * columns + block * BLOCK, top * stride + block * SHORT
-        w_ptr, g_ptr, m_ptr, v_ptr = w_ptr + begin, g_ptr + begin, m_ptr + start, v_ptr + start
-        ms_ptr, vs_ptr, first = ms_ptr + top * blocks + block, vs_ptr + top * blocks + block, first + begin
-        there = top + place < rows
-        inside = there[None, :, None] & (lane < columns - block * BLOCK)
-        whole = there[None, :, None] & (code < stride - block * SHORT)
-        _tile(w_ptr, g_ptr, m_ptr, v_ptr, ms_ptr, vs_ptr, out_ptr, row * columns + lane, inside,
-              row * stride + code, whole, place * blocks, there, first, key, coefficient, lr, decay,
-              beta1, rest1, beta2, rest2, correction1, correction2, eps, clip, RULE, FORMAT, WEIGHT,
-              LARGEST_M, LARGEST_V, SCALED, CLIPPED, WIDE, QUICK, COMPILED, True)
+        for at in range(tile, tl.minimum(tile + TILES, tl.cdiv(rows, ROWS).to(tl.int32) * blocks)):
+            block, top = at % blocks, tl.cast(at // blocks, tl.int64) * ROWS
+            begin, start = top * columns + block * BLOCK, top * stride + block * SHORT
+            there = top + place < rows
+            sums = _tile(w_ptr + begin, g_ptr + begin, m_ptr + start, v_ptr + start,
+                         ms_ptr + top * blocks + block, vs_ptr + top * blocks + block, row * columns + lane,
+                         lane, tl.where(there, columns - block * BLOCK, 0), row * stride + code, code,
+                         tl.where(there, stride - block * SHORT, 0), place * blocks, first + begin, key, sums,
+                         coefficient, by, RULE, FORMAT, WEIGHT, LARGEST_M, LARGEST_V, PIECES, SCALED, CLIPPED,
+                         WIDE, QUICK, COMPILED, True)
+    programs = tl.num_programs(0)
+    tl.store(out_ptr, tl.max(sums[0], axis=0).to(tl.float32, bitcast=True))
+    tl.store(out_ptr + programs, sums[1])
+    tl.store(out_ptr + 2 * programs, sums[2])
+    tl.store(out_ptr + 3 * programs, tl.sum(sums[3], axis=0))
+    tl.store(out_ptr + 4 * programs, tl.sum(sums[4], axis=0))

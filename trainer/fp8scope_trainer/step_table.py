@@ -21,7 +21,7 @@ from fp8scope_trainer.state_format import DTYPES, LARGEST, StateFormat
 from fp8scope_trainer.step import ROW, StepTensors, update
 from fp8scope_trainer.step_kernel import step_kernel
 
-FLAT = 1024
+FLAT = 128
 """Elements of a row of a tile where states have no blocks."""
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
@@ -37,6 +37,8 @@ class Shape(NamedTuple):
     elements: int
     warps: int
     registers: int
+    tiles: int = 8
+    pieces: int = 1
 
 
 SHAPE = Shape(512, 1, 128)
@@ -81,6 +83,7 @@ class StepTable:
     def __init__(self, tensors: Sequence[StepTensors], kind: Kind, shape: Shape | None = None) -> None:
         self.kind, self.device = kind, tensors[0].weight.device
         shape = shape or SHAPES.get(kind.format, SHAPE)
+        self.tiles, self.pieces = shape.tiles, shape.pieces
         self.rows = max(1, shape.elements * shape.warps // kind.block)
         self.options = {"num_warps": max(1, self.rows * kind.block // shape.elements),
                         "enable_fp_fusion": False}
@@ -103,8 +106,8 @@ class StepTable:
     def _tiles(self, one: StepTensors) -> int:
         (rows, columns), block = one.weight.shape, self.kind.block
         if self.kind.even:
-            return -(-rows * columns // (self.rows * block))
-        return -(-rows // self.rows) * -(-columns // block)
+            return -(-rows * columns // (self.rows * block * self.tiles))
+        return -(-(-(-rows // self.rows) * -(-columns // block)) // self.tiles)
 
     def step(self, tensors: Sequence[StepTensors], by: Scalars,
              gradient_factor: Tensor | None = None) -> Tensor:
@@ -138,7 +141,7 @@ class StepTable:
             "RULE": kind.rule, "FORMAT": kind.format, "WEIGHT": _TYPES[kind.weight],
             "GRADIENT": _TYPES[kind.gradient], "STORED_M": stored[0], "STORED_V": stored[1],
             "LARGEST_M": float(signed), "LARGEST_V": float(root), "ROWS": self.rows, "BLOCK": kind.block,
-            "WIDTH": max(32, 128 // self.rows),
+            "TILES": self.tiles, "PIECES": self.pieces, "WIDTH": min(128, kind.block),
             "VECTOR": 8 if narrow else 4, "EVEN": kind.even, "ALIGNED": kind.aligned, "SCALED": scaled,
             "CLIPPED": by.clip < math.inf, "WIDE": self._wide,
             "QUICK": by.eps >= _SMALLEST_EPS, "COMPILED": self.device.type == "cuda",
