@@ -141,7 +141,7 @@ class StepTable:
             "RULE": kind.rule, "FORMAT": kind.format, "WEIGHT": _TYPES[kind.weight],
             "GRADIENT": _TYPES[kind.gradient], "STORED_M": stored[0], "STORED_V": stored[1],
             "LARGEST_M": float(signed), "LARGEST_V": float(root), "ROWS": self.rows, "BLOCK": kind.block,
-            "TILES": self.tiles, "PIECES": self.pieces, "WIDTH": min(128, kind.block),
+            "TILES": self.tiles, "PIECES": self.pieces, "WIDTH": min(kind.block, 128 * self.options["num_warps"]),
             "VECTOR": 8 if narrow else 4, "EVEN": kind.even, "ALIGNED": kind.aligned, "SCALED": scaled,
             "CLIPPED": by.clip < math.inf, "WIDE": self._wide,
             "QUICK": by.eps >= _SMALLEST_EPS, "COMPILED": self.device.type == "cuda",
