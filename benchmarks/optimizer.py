@@ -33,7 +33,7 @@ LARGE = [(8192, 8192)] * 16
 SMALL = [(256, 256)] * 2000
 STATE_BYTES = {"fp32": 8, "bf16": 4, "int16": 4, "fp8": 2, "int8": 2, "int4": 1}
 """Both moments of a parameter, without scales."""
-SHAPES = (Shape(256, 1, 0), Shape(512, 1, 96), Shape(512, 1, 112), Shape(512, 4, 128), Shape(1024, 1, 0))
+SHAPES = (Shape(128, 0, 8), Shape(256, 0, 8), Shape(256, 80, 16), Shape(512, 112, 8), Shape(1024, 168, 8))
 OPTIONS = {"lr": 1e-6, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 3.0, "seed": 0}
 
 
@@ -147,7 +147,7 @@ def large(rounds: int, *, shapes: bool, others: bool) -> dict[str, dict[str, flo
         states = tensors_of(weights, gradients, format)
         calls[f"ours, {format}"], names[f"ours, {format}"] = ours(states, format), format
         for shape in SHAPES if shapes and format in ("fp8", "int8") else ():
-            name = f"ours, {format}, {shape.elements} x {shape.warps}, {shape.registers} registers"
+            name = f"ours, {format}, {shape.elements} x {shape.turns}, {shape.registers} registers"
             calls[name], names[name] = ours(states, format, shape=shape), format
     for name, kind in peers().items() if others else ():
         calls[name] = stepping(kind, weights, gradients)

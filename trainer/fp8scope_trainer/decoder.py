@@ -159,8 +159,8 @@ def turns(length: int, config: DecoderConfig, device: torch.device) -> tuple[Ten
     """Cosines and sines of rotary positions, fp32 [T, head_width / 2]: pair i turns
     by t base^(-2i / head_width).
 
-    Once for all layers: compiled into each of them, sines of large angles took 440 us where reading them takes
-    a tenth. FSDP hands cosines on in BF16, which is what the layers round them to; angles must not be.
+    Once for all layers: compiled into each of them, sines of large angles took 440 us on an H200 where
+    reading them takes less than 100. FSDP hands them on in BF16, which the layers would round them to.
     """
     half = config.head_width // 2
     position = torch.arange(length, device=device, dtype=torch.float32)

@@ -1,8 +1,8 @@
 """Device code of optimizer states: what a block of codes says, and a block of numbers as codes.
 
-Twin of `state_format`. A tile is [CHUNKS, ROWS, WIDTH]: CHUNKS x WIDTH elements of each of ROWS blocks, with a scale each. A warp
-reads WIDTH elements of a block at a time, so that amax is one instruction across it; chunks are loads one
-after the other. int4 lies two to a byte.
+Twin of `state_format`. A tile is [CHUNKS, ROWS, WIDTH]: ROWS blocks of CHUNKS x WIDTH elements, with a scale
+each. Each warp reads 128 elements of one block at a time, so that amax is one instruction across it; chunks
+are loads one after the other. int4 lies two to a byte.
 """
 
 import triton
@@ -106,19 +106,22 @@ def coded(y: tl.tensor, random: tl.tensor, x: tl.tensor, FORMAT: tl.constexpr, S
 
 
 @triton.jit
-def put(pointer: tl.tensor, offset: tl.tensor, x: tl.tensor, top: tl.tensor, scale: tl.tensor,
-        random: tl.tensor, inside: tl.tensor, FORMAT: tl.constexpr, SIGNED: tl.constexpr,
-        LARGEST: tl.constexpr, MASKED: tl.constexpr, COMPILED: tl.constexpr) -> None:
-    """Stores numbers x; of blocks, `top` [ROWS] is `top_of` the whole blocks and scale [ROWS] `scale_of` it.
-    offset and inside are those of the codes."""
+def put(pointer: tl.tensor, scale_ptr: tl.tensor, offset: tl.tensor, place: tl.tensor, x: tl.tensor,
+        top: tl.tensor, random: tl.tensor, inside: tl.tensor, there: tl.tensor, FORMAT: tl.constexpr,
+        SIGNED: tl.constexpr, LARGEST: tl.constexpr, MASKED: tl.constexpr, COMPILED: tl.constexpr) -> None:
+    """Stores a tile x, of which `top` is `top_of`; offset and inside are those of the codes, place and there
+    of the scales."""
     if FORMAT == "fp32":
         write(pointer, offset, x, inside, MASKED)
     elif FORMAT == "bf16":
         write(pointer, offset, to_bf16(x, random >> 16 if SIGNED else random & 0xFFFF), inside, MASKED)
     else:
+        odd, scale = top >= _INFINITY, scale_of(top, LARGEST, COMPILED)
         y = x * inverse(scale, COMPILED)[None, :, None]
         write(pointer, offset, coded(y, random, x, FORMAT, SIGNED, LARGEST, COMPILED), inside, MASKED)
-        odd = top >= _INFINITY
+        if FORMAT != "fp8":
+            scale = tl.where(odd, _NAN, scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        write(scale_ptr, place, scale, there, MASKED)
         if tl.max(odd.to(tl.int32), axis=0) > 0:  # seldom: the codes of such a block are NaN, or 0
             mask = odd[None, :, None] & (inside if MASKED else offset >= 0)
             if FORMAT == "fp8":
@@ -126,12 +129,3 @@ def put(pointer: tl.tensor, offset: tl.tensor, x: tl.tensor, top: tl.tensor, sca
                          tl.full(offset.shape, 0x7F, tl.uint8), mask=mask)
             else:
                 tl.store(pointer + offset, tl.zeros(offset.shape, pointer.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def put_scale(pointer: tl.tensor, place: tl.tensor, top: tl.tensor, scale: tl.tensor, there: tl.tensor,
-              FORMAT: tl.constexpr, MASKED: tl.constexpr) -> None:
-    """Stores the scales [ROWS] of blocks; NaN where a block is not finite and its codes cannot say so."""
-    if FORMAT != "fp8":
-        scale = tl.where(top >= _INFINITY, _NAN, scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    write(pointer, place, scale, there, MASKED)

@@ -4,23 +4,26 @@ The twin of `step.update`: codes and scales to the bit, weights but for the last
 program takes a tile of one parameter, whose addresses it finds in a table (`step_table`). Nothing is read or
 written twice: with fp8 or int8 states, fp32 weights and gradients 16 bytes an element and the scales.
 
-At that rate an element may take some hundred instructions, so they are counted; for sm_90 and fp8 about 80
-are left. What most tiles do not need is in branches of a whole tile: IEEE roots and quotients of tiny or
+At that rate an element may take some hundred instructions, so they are counted; for sm_90 and fp8 84 are
+left. What most tiles do not need is in branches of a whole tile: IEEE roots and quotients of tiny or
 infinite numbers, codes below 2^-6, lost moments, clipped updates, blocks that are not finite. A minimum or
-maximum of the tile chooses, one instruction across a warp. Multiply-adds are not fused where the reference
-rounds twice. One hash serves both moments; an element has one division.
+maximum of the tile chooses, one instruction across a warp, as a warp reads a block at a time. A program takes
+several tiles in turn: where each had its own, finding addresses and adding sums up across the warp took a
+third of the instructions. Multiply-adds are not fused where the reference rounds twice. One hash serves both
+moments; an element has one division.
 
-Measured on an H200, 1.07 B parameters, times the memory floor: fp8 1.43, int8 1.29, int4 1.37, bf16 1.45,
-fp32 1.09. An earlier form had a block of 128 as one row of a warp and none of the branches, and was quicker
-but for fp32: fp8 1.30, int8 1.15, int4 1.27, bf16 1.12, fp32 1.21 (and NaN from second moments of Inf); why
-has not been looked into. Rejected: IEEE roots and quotients for all, which branch for each element.
+Measured on an H200, 1.07 B parameters, times the memory floor: fp8 1.05, int8 1.05, int4 1.08, int16 1.03,
+bf16 1.02, fp32 1.04. Rejected, of fp8 unless it is said: one tile a program 1.44; 64 registers a thread 1.43;
+two blocks side by side in a warp, one tile a program 1.43 (int8 1.29); a block of int8 in one warp 1.19, in
+one warp and four pieces, one after the other, 1.45; warps on chunks of a block instead of on parts of its
+width 2.6 to 4.0; IEEE roots and quotients for all, which branch for each element.
 """
 
 import triton
 import triton.language as tl
 
 from fp8scope_trainer.chance_kernel import hashes, least, mix, to_bf16
-from fp8scope_trainer.state_kernel import decoded, put, put_scale, read, scale_of, top_of, write
+from fp8scope_trainer.state_kernel import decoded, put, read, top_of, write
 
 _OF_WEIGHTS = tl.constexpr(0x9E3779B9)
 _INFINITY = tl.constexpr(0x7F800000)
@@ -100,8 +103,8 @@ def _flat(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def _added(sums: tl.tuple, w: tl.tensor, m: tl.tensor, root: tl.tensor, low: tl.tensor, u: tl.tensor,
            clipped: tl.tensor, clip: tl.tensor, PAIR: tl.constexpr) -> tl.tuple:
-    """A piece's share of `StepStats` added to the program's: the numbers of `step.ROW`, without lr. The largest
-    are bits, int32 [WIDTH]; what is lost and clipped int32; changes and weights fp32 [WIDTH]."""
+    """A tile's share of `StepStats` added to the program's: the numbers of `step.ROW`, without lr. The
+    largest are bits, int32 [WIDTH]; what is lost and clipped int32; changes and weights fp32 [WIDTH]."""
     largest, lost, beyond, changes, weights = sums
     bits = u.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     top = tl.max(tl.max(bits, axis=0), axis=0)
@@ -121,8 +124,8 @@ def _moved(w_ptr: tl.tensor, g_ptr: tl.tensor, m_ptr: tl.tensor, v_ptr: tl.tenso
            RULE: tl.constexpr, FORMAT: tl.constexpr, WEIGHT: tl.constexpr, SCALED: tl.constexpr,
            CLIPPED: tl.constexpr, WIDE: tl.constexpr, QUICK: tl.constexpr, COMPILED: tl.constexpr,
            MASKED: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tuple]:
-    """Moves the weights of a piece [CHUNKS, ROWS, WIDTH]. Its moments (of blocks the root of the second), the
-    `top_of` the second, and the sums with its share."""
+    """Moves the weights of a tile. Its moments (of blocks the root of the second), the `top_of` the second,
+    and the sums with its share."""
     lr, decay, beta1, rest1, beta2, rest2, correction1, correction2, eps, clip = by
     PAIR: tl.constexpr = RULE == "adamw" or RULE == "adam"
     BLOCKS: tl.constexpr = FORMAT != "fp32" and FORMAT != "bf16"
@@ -167,49 +170,27 @@ def _moved(w_ptr: tl.tensor, g_ptr: tl.tensor, m_ptr: tl.tensor, v_ptr: tl.tenso
 
 @triton.jit
 def _tile(w_ptr: tl.tensor, g_ptr: tl.tensor, m_ptr: tl.tensor, v_ptr: tl.tensor, ms_ptr: tl.tensor,
-          vs_ptr: tl.tensor, offset: tl.tensor, lane: tl.tensor, limit: tl.tensor, packed: tl.tensor,
-          code: tl.tensor, end: tl.tensor, place: tl.tensor, first: tl.tensor, key: tl.tensor, sums: tl.tuple,
+          vs_ptr: tl.tensor, offset: tl.tensor, inside: tl.tensor, packed: tl.tensor, whole: tl.tensor,
+          place: tl.tensor, there: tl.tensor, first: tl.tensor, key: tl.tensor, sums: tl.tuple,
           coefficient: tl.tensor, by: tl.tuple, RULE: tl.constexpr, FORMAT: tl.constexpr,
-          WEIGHT: tl.constexpr, LARGEST_M: tl.constexpr, LARGEST_V: tl.constexpr, PIECES: tl.constexpr,
-          SCALED: tl.constexpr, CLIPPED: tl.constexpr, WIDE: tl.constexpr, QUICK: tl.constexpr,
-          COMPILED: tl.constexpr, MASKED: tl.constexpr) -> tl.tuple:
-    """ROWS blocks, each read in PIECES one after the other: what is kept of one until amax is known are its
-    moments. offset, lane [CHUNKS, ROWS, WIDTH]: of a piece, in memory and in its block; packed, code: the
-    same of the codes; limit, end [ROWS]: lanes and codes of a block that are there, all if not MASKED; place
-    [ROWS]: of scales. Returns the sums."""
+          WEIGHT: tl.constexpr, LARGEST_M: tl.constexpr, LARGEST_V: tl.constexpr, SCALED: tl.constexpr,
+          CLIPPED: tl.constexpr, WIDE: tl.constexpr, QUICK: tl.constexpr, COMPILED: tl.constexpr,
+          MASKED: tl.constexpr) -> tl.tuple:
+    """offset, inside [CHUNKS, ROWS, WIDTH]; packed, whole: the same of the codes; place, there [ROWS]: of
+    scales. Returns the sums with this tile's share."""
     PAIR: tl.constexpr = RULE == "adamw" or RULE == "adam"
     BLOCKS: tl.constexpr = FORMAT != "fp32" and FORMAT != "bf16"
-    PIECE: tl.constexpr = offset.shape[0] * offset.shape[2]
-    SHORT: tl.constexpr = packed.shape[0] * packed.shape[2]
-    there = limit > 0
     ms = read(ms_ptr, place, there, MASKED) if BLOCKS else 1.0
     vs = read(vs_ptr, place, there, MASKED) if BLOCKS and PAIR else 1.0
-    top_m, top_v, ms_kept, vs_kept = 0, 0, (), ()
-    for piece in tl.static_range(PIECES):
-        at, begin = piece * PIECE, piece * SHORT
-        m, v, top, sums = _moved(
-            w_ptr + at, g_ptr + at, m_ptr + begin, v_ptr + begin, ms, vs, offset,
-            lane + at < limit[None, :, None], packed, code + begin < end[None, :, None], first + at, key, sums,
-            coefficient, by, RULE, FORMAT, WEIGHT, SCALED, CLIPPED, WIDE, QUICK, COMPILED, MASKED)
-        top_m, top_v = tl.maximum(top_m, top_of(m, True)), tl.maximum(top_v, top)
-        ms_kept, vs_kept = ms_kept + (m,), vs_kept + (v,)
-    scale_m, scale_v = 1.0, 1.0
-    if BLOCKS:
-        scale_m = scale_of(top_m, LARGEST_M, COMPILED)
-        scale_v = scale_of(top_v, LARGEST_V, COMPILED) if PAIR else scale_m
-    for piece in tl.static_range(PIECES):
-        at, begin = piece * PIECE, piece * SHORT
-        whole = code + begin < end[None, :, None]
-        random = hashes(key, first + at, offset, WIDE)
-        put(m_ptr + begin, packed, ms_kept[piece], top_m, scale_m, random, whole, FORMAT, True, LARGEST_M,
-            MASKED, COMPILED)
-        if PAIR:
-            put(v_ptr + begin, packed, vs_kept[piece], top_v, scale_v, random, whole, FORMAT, False, LARGEST_V,
-                MASKED, COMPILED)
-    if BLOCKS:
-        put_scale(ms_ptr, place, top_m, scale_m, there, FORMAT, MASKED)
-        if PAIR:
-            put_scale(vs_ptr, place, top_v, scale_v, there, FORMAT, MASKED)
+    m, v, top, sums = _moved(
+        w_ptr, g_ptr, m_ptr, v_ptr, ms, vs, offset, inside, packed, whole, first, key, sums, coefficient, by,
+        RULE, FORMAT, WEIGHT, SCALED, CLIPPED, WIDE, QUICK, COMPILED, MASKED)
+    random = hashes(key, first, offset, WIDE)
+    put(m_ptr, ms_ptr, packed, place, m, top_of(m, True), random, whole, there, FORMAT, True, LARGEST_M,
+        MASKED, COMPILED)
+    if PAIR:
+        put(v_ptr, vs_ptr, packed, place, v, top, random, whole, there, FORMAT, False, LARGEST_V, MASKED,
+            COMPILED)
     return sums
 
 
@@ -221,10 +202,10 @@ def step_kernel(table_ptr: tl.tensor, gradient_ptr: tl.tensor, part_ptr: tl.tens
                 clip: tl.tensor, RULE: tl.constexpr, FORMAT: tl.constexpr, WEIGHT: tl.constexpr,
                 GRADIENT: tl.constexpr, STORED_M: tl.constexpr, STORED_V: tl.constexpr,
                 LARGEST_M: tl.constexpr, LARGEST_V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-                TILES: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr,
-                EVEN: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, CLIPPED: tl.constexpr, WIDE: tl.constexpr, QUICK: tl.constexpr,
-                COMPILED: tl.constexpr) -> None:
-    """A program is a tile of the parameter that `part_ptr` names for it; the table is `step_table`'s."""
+                TILES: tl.constexpr, WIDTH: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr,
+                ALIGNED: tl.constexpr, SCALED: tl.constexpr, CLIPPED: tl.constexpr, WIDE: tl.constexpr,
+                QUICK: tl.constexpr, COMPILED: tl.constexpr) -> None:
+    """A program takes TILES tiles of the parameter that `part_ptr` names; the table is `step_table`'s."""
     program = tl.program_id(0)
     part = tl.load(part_ptr + program)
     table_ptr, out_ptr = table_ptr + part, out_ptr + program
@@ -247,7 +228,7 @@ def step_kernel(table_ptr: tl.tensor, gradient_ptr: tl.tensor, part_ptr: tl.tens
     PACKED: tl.constexpr = FORMAT == "int4"
     SHORT: tl.constexpr = BLOCK // 2 if PACKED else BLOCK  # codes of a block
     THIN: tl.constexpr = WIDTH // 2 if PACKED else WIDTH  # and of a chunk of it
-    chunk = tl.arange(0, BLOCK // (WIDTH * PIECES))[:, None, None]
+    chunk = tl.arange(0, BLOCK // WIDTH)[:, None, None]
     place = tl.arange(0, ROWS)
     row = place[None, :, None]
     lane = chunk * WIDTH + tl.max_contiguous(tl.arange(0, WIDTH), VECTOR)[None, None, :]
@@ -258,22 +239,23 @@ def step_kernel(table_ptr: tl.tensor, gradient_ptr: tl.tensor, part_ptr: tl.tens
     sums = nothing.to(tl.int32), 0, 0, nothing, nothing
     if EVEN:
         offset, packed = row * BLOCK + lane, row * SHORT + code
-        whole = (rows // (ROWS * BLOCK)).to(tl.int32)
+        last = (rows // (ROWS * BLOCK)).to(tl.int32)  # the first tile that is not whole
         top = tile.to(tl.int64) * ROWS
-        for _ in range(tile, tl.minimum(tile + TILES, whole)):
+        for _ in range(tile, tl.minimum(tile + TILES, last)):
             begin = top * BLOCK
             sums = _tile(w_ptr + begin, g_ptr + begin, m_ptr + top * SHORT, v_ptr + top * SHORT, ms_ptr + top,
-                         vs_ptr + top, offset, lane, place, packed, code, place, place, first + begin, key,
-                         sums, coefficient, by, RULE, FORMAT, WEIGHT, LARGEST_M, LARGEST_V, PIECES, SCALED,
-                         CLIPPED, WIDE, QUICK, COMPILED, False)
+                         vs_ptr + top, offset, offset, packed, packed, place, place, first + begin, key, sums,
+                         coefficient, by, RULE, FORMAT, WEIGHT, LARGEST_M, LARGEST_V, SCALED, CLIPPED, WIDE,
+                         QUICK, COMPILED, False)
             top += ROWS
         begin = top * BLOCK
-        if (whole >= tile) & (whole < tile + TILES) & (begin < rows):
-            limit = (rows - begin).to(tl.int32) - place * BLOCK
+        if (last >= tile) & (last < tile + TILES) & (begin < rows):
+            left = (rows - begin).to(tl.int32)
             sums = _tile(w_ptr + begin, g_ptr + begin, m_ptr + top * SHORT, v_ptr + top * SHORT, ms_ptr + top,
-                         vs_ptr + top, offset, lane, limit, packed, code, limit // 2 if PACKED else limit,
-                         place, first + begin, key, sums, coefficient, by, RULE, FORMAT, WEIGHT, LARGEST_M,
-                         LARGEST_V, PIECES, SCALED, CLIPPED, WIDE, QUICK, COMPILED, True)
+                         vs_ptr + top, offset, offset < left, packed,
+                         packed < (left // 2 if PACKED else left), place, place * BLOCK < left, first + begin,
+                         key, sums, coefficient, by, RULE, FORMAT,
+                         WEIGHT, LARGEST_M, LARGEST_V, SCALED, CLIPPED, WIDE, QUICK, COMPILED, True)
     else:
         columns = tl.load(table_ptr + 6 * parts).to(tl.int32)
         if ALIGNED:
@@ -284,12 +266,13 @@ def step_kernel(table_ptr: tl.tensor, gradient_ptr: tl.tensor, part_ptr: tl.tens
             block, top = at % blocks, tl.cast(at // blocks, tl.int64) * ROWS
             begin, start = top * columns + block * BLOCK, top * stride + block * SHORT
             there = top + place < rows
+            inside = there[None, :, None] & (lane < columns - block * BLOCK)
+            whole = there[None, :, None] & (code < stride - block * SHORT)
             sums = _tile(w_ptr + begin, g_ptr + begin, m_ptr + start, v_ptr + start,
                          ms_ptr + top * blocks + block, vs_ptr + top * blocks + block, row * columns + lane,
-                         lane, tl.where(there, columns - block * BLOCK, 0), row * stride + code, code,
-                         tl.where(there, stride - block * SHORT, 0), place * blocks, first + begin, key, sums,
-                         coefficient, by, RULE, FORMAT, WEIGHT, LARGEST_M, LARGEST_V, PIECES, SCALED, CLIPPED,
-                         WIDE, QUICK, COMPILED, True)
+                         inside, row * stride + code, whole, place * blocks, there, first + begin, key, sums,
+                         coefficient, by, RULE, FORMAT, WEIGHT, LARGEST_M, LARGEST_V, SCALED, CLIPPED, WIDE,
+                         QUICK, COMPILED, True)
     programs = tl.num_programs(0)
     tl.store(out_ptr, tl.max(sums[0], axis=0).to(tl.float32, bitcast=True))
     tl.store(out_ptr + programs, sums[1])
