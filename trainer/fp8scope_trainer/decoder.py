@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8scope_protocol.errors import Invalid
+from fp8scope_trainer.swiglu import swiglu
 
 RUN = 64
 """Rows of gate, then as many of up, where the inner size is a multiple of it."""
@@ -151,8 +152,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).unflatten(-1, (-1, 2, self.run)).unbind(-2)  # [B, T, runs, run]
-        return cast(Tensor, self.down((F.silu(gate) * up).flatten(-2)))
+        return cast(Tensor, self.down(swiglu(self.gate_up(x), self.run)))
 
 
 def turns(length: int, config: DecoderConfig, device: torch.device) -> tuple[Tensor, Tensor]:
