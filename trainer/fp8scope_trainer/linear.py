@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from fp8scope.compiled import Key
 from fp8scope.observer import LinearObserver, Told
 from fp8scope_protocol.commands import Precision
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import E4M3, TILE
-from fp8scope_trainer import block, gemm, rounded, tensorwise
-from fp8scope_trainer.call import Call
+from fp8scope_trainer import block, gemm, rounded, tensorwise, traced
+from fp8scope_trainer.call import Call, watching
 from fp8scope_trainer.history import AmaxHistory
 from fp8scope_trainer.recipe import Recipe
 from fp8scope_trainer.shared import Offer, SharedCodes
@@ -51,6 +52,10 @@ class Fp8Linear(nn.Linear):
     """Of the activation, under delayed scaling."""
     gradient_history: AmaxHistory | None
     """Of the gradient of the output, under delayed tensorwise scaling."""
+    key: Tensor
+    """Stands for the layer in compiled graphs."""
+    in_fp8: bool
+    """Whether `precision` is fp8: all that graphs depend on."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, recipe: Recipe | None = None,
@@ -63,6 +68,7 @@ class Fp8Linear(nn.Linear):
         self.recipe = recipe or Recipe()
         self.observer = None
         self.shared = None
+        self.key = _key_of(self)
         self._make_histories(device)
         self.set_precision(precision)
         self._running = self.precision
@@ -96,12 +102,7 @@ class Fp8Linear(nn.Linear):
         if precision not in get_args(Precision):
             raise Invalid("precision", precision, f"must be one of {', '.join(get_args(Precision))}")
         self.precision: Precision = precision
-
-    @torch._disable_dynamo  # type: ignore[attr-defined]
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In a compiled model too the layer and its hooks run as they are written: the kernels are its own,
-        and a switch of precision or a change of cadence compiles nothing again."""
-        return super().__call__(*args, **kwargs)
+        self.in_fp8 = precision == "fp8"
 
     def forward(self, input: Tensor) -> Tensor:
         if input.numel() == 0:
@@ -109,13 +110,17 @@ class Fp8Linear(nn.Linear):
         x = input
         if torch.is_autocast_enabled(input.device.type):
             x = input.to(torch.get_autocast_dtype(input.device.type))
-        call = self._call()
-        offer = None
-        if self.shared is not None and call.shareable and not input.is_inference():
-            offer = self.shared.offer(input, self.recipe, x.dtype)
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        y: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            x.reshape(-1, self.in_features), weight, call, offer)
+        y: Tensor
+        if torch.compiler.is_compiling():
+            y = traced.product(self, x.reshape(-1, self.in_features), weight)
+        else:
+            call = self._call()
+            offer = None
+            if self.shared is not None and call.shareable and not input.is_inference():
+                offer = self.shared.offer(input, self.recipe, x.dtype)
+            y = _Product.apply(  # type: ignore[no-untyped-call]
+                x.reshape(-1, self.in_features), weight, call, offer)
         y = y.view(*input.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -125,7 +130,11 @@ class Fp8Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied or pickled layer is unobserved: the observer belongs to the attached model."""
-        return self.__dict__ | {"observer": None}
+        return self.__dict__ | {"observer": None, "key": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.key = _key_of(self)
 
     def _make_histories(self, device: torch.device | str | None) -> None:
         recipe = self.recipe
@@ -139,9 +148,14 @@ class Fp8Linear(nn.Linear):
     def _call(self) -> Call:
         if self._running != self.precision and torch._C._current_graph_task_id() == -1:
             self._running = self.precision  # outside of a backward pass
-        differentiable = torch.is_grad_enabled() and self.weight.requires_grad
-        call = Call(self._running, self.recipe, self.observer, differentiable=differentiable)
-        if self.history is None or self._running == "bf16":
+        return self.call_of(self.recipe, self._running,
+                            differentiable=torch.is_grad_enabled() and self.weight.requires_grad)
+
+    def call_of(self, recipe: Recipe, precision: Precision, *, differentiable: bool) -> Call:
+        """What a forward that begins now follows; in compiled code a backward pass, too."""
+        observer = self.observer
+        call = Call(precision, recipe, observer, watching(observer, precision), differentiable=differentiable)
+        if self.history is None or precision == "bf16":
             return call
         ahead = self.gradient_history
         return call._replace(
@@ -158,6 +172,11 @@ def unsuitable(in_features: int, out_features: int) -> str:
     return f"{' and '.join(odd)}: not a multiple of {TILE}" if odd else ""
 
 
+def _key_of(layer: Fp8Linear) -> Tensor:
+    """On the CPU, wherever the layer is and goes: only its address is read."""
+    return Key(layer, torch.device("cpu")).tensor
+
+
 class _Product(torch.autograd.Function):
     """Y [M, N] = X [M, K] W^T, W [N, K], in the precision and recipe of its call."""
 
@@ -170,7 +189,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        call = ctx.call if ctx.told() is not dy else ctx.call._replace(observer=None)
+        call = ctx.call.in_backward(heard=ctx.told() is dy)
         ctx.told = weakref.ref(dy)
         with _exact(dy):
             dx, dw = _product_of(call).backward(ctx, dy, call)
