@@ -111,16 +111,12 @@ class Fp8Linear(nn.Linear):
         if torch.is_autocast_enabled(input.device.type):
             x = input.to(torch.get_autocast_dtype(input.device.type))
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        y: Tensor
-        if torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
+            y = self._product(input, x, weight)
+        elif type(weight) in (Tensor, nn.Parameter):
             y = traced.product(self, x.reshape(-1, self.in_features), weight)
-        else:
-            call = self._call()
-            offer = None
-            if self.shared is not None and call.shareable and not input.is_inference():
-                offer = self.shared.offer(input, self.recipe, x.dtype)
-            y = _Product.apply(  # type: ignore[no-untyped-call]
-                x.reshape(-1, self.in_features), weight, call, offer)
+        else:  # gathered as codes, which a compiler cannot see into
+            y = _outside_of_graphs(self, input, x, weight)
         y = y.view(*input.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -144,6 +140,16 @@ class Fp8Linear(nn.Linear):
             setattr(self, name, AmaxHistory(
                 recipe.history_length, margin=recipe.margin, element=elements[name], device=device,
             ) if policy == "delayed" else None)
+
+    def _product(self, input: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Y [M, N] of x [..., K], which is the input or its copy in another dtype."""
+        call = self._call()
+        offer = None
+        if self.shared is not None and call.shareable and not input.is_inference():
+            offer = self.shared.offer(input, self.recipe, x.dtype)
+        y: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            x.reshape(-1, self.in_features), weight, call, offer)
+        return y
 
     def _call(self) -> Call:
         if self._running != self.precision and torch._C._current_graph_task_id() == -1:
@@ -170,6 +176,11 @@ def unsuitable(in_features: int, out_features: int) -> str:
     odd = [f"{name} {size}" for name, size in (("in_features", in_features), ("out_features", out_features))
            if size % TILE or not size]
     return f"{' and '.join(odd)}: not a multiple of {TILE}" if odd else ""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outside_of_graphs(layer: Fp8Linear, input: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return layer._product(input, x, weight)
 
 
 def _key_of(layer: Fp8Linear) -> Tensor:
