@@ -19,7 +19,6 @@ from typing import Any, Protocol, Self, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fp8scope.compiled import Key
@@ -37,6 +36,11 @@ _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always
           "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
           "_is_full_backward_hook")
 """Where torch keeps the hooks of a module."""
+
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+"""Of inputs and weights. Scales and sums are fp32: fp64 would lose what it is for."""
+_ACCEPTED = f"must be one of {', '.join(str(one) for one in DTYPES)}"
 
 
 class Fp8Linear(nn.Linear):
@@ -63,6 +67,8 @@ class Fp8Linear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        if self.weight.dtype not in DTYPES:
+            raise Invalid("dtype", self.weight.dtype, _ACCEPTED)
         if reason := unsuitable(in_features, out_features):
             raise Invalid("in_features, out_features", (in_features, out_features), reason)
         self.recipe = recipe or Recipe()
@@ -105,12 +111,16 @@ class Fp8Linear(nn.Linear):
         self.in_fp8 = precision == "fp8"
 
     def forward(self, input: Tensor) -> Tensor:
+        if input.shape[-1:] != (self.in_features,) or input.dtype not in DTYPES:
+            raise self._misfit(input)
         if input.numel() == 0:
             return nn.functional.linear(input, self.weight, self.bias)
         x = input
         if torch.is_autocast_enabled(input.device.type):
             x = input.to(torch.get_autocast_dtype(input.device.type))
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        if weight.dtype not in DTYPES:
+            raise Invalid("weight.dtype", weight.dtype, _ACCEPTED)
         if not torch.compiler.is_compiling():
             y = self._product(input, x, weight)
         elif type(weight) in (Tensor, nn.Parameter):
@@ -143,6 +153,9 @@ class Fp8Linear(nn.Linear):
 
     def _product(self, input: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Y [M, N] of x [..., K], which is the input or its copy in another dtype."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise Invalid("Fp8Linear", "a transform of torch.func",
+                          "has no FP8 product; call the layer outside of it, or keep it a Linear")
         call = self._call()
         offer = None
         if self.shared is not None and call.shareable and not input.is_inference():
@@ -150,6 +163,12 @@ class Fp8Linear(nn.Linear):
         y: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
             x.reshape(-1, self.in_features), weight, call, offer)
         return y
+
+    def _misfit(self, input: Tensor) -> Invalid:
+        """What is wrong with an input."""
+        if input.shape[-1:] != (self.in_features,):
+            return Invalid("input.shape", tuple(input.shape), f"must end in {self.in_features}, in_features")
+        return Invalid("input.dtype", input.dtype, _ACCEPTED)
 
     def _call(self) -> Call:
         if self._running != self.precision and torch._C._current_graph_task_id() == -1:
@@ -198,8 +217,9 @@ class _Product(torch.autograd.Function):
             return _product_of(call).forward(ctx, x, weight, call, offer)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        if torch.is_grad_enabled():
+            raise Invalid("create_graph", True, "Fp8Linear has no second derivative; accepted: False")
         call = ctx.call.in_backward(heard=ctx.told() is dy)
         ctx.told = weakref.ref(dy)
         with _exact(dy):
