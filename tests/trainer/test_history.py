@@ -21,14 +21,14 @@ def test_scales_of_many_are_those_of_each(frozen: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     seen: list[list[float]] = [[] for _ in KINDS]
     for step in range(5):
-        for number, (history, (length, margin, element)) in enumerate(zip(histories, KINDS, strict=True)):
+        for number, (history, (length, *_)) in enumerate(zip(histories, KINDS, strict=True)):
             assert isinstance(history, AmaxHistory)
             history.frozen = frozen and number == 4
             if step:
                 history.observe(torch.randn(7, generator=generator))
             seen[number] = [*seen[number], 0.0 if history.frozen else history.pending.item()][-length:]
         advance_histories(histories)
-        for history, amaxes, (_, margin, element) in zip(histories, seen, KINDS, strict=True):
+        for history, amaxes, (*_, margin, element) in zip(histories, seen, KINDS, strict=True):
             assert isinstance(history, AmaxHistory)
             assert history.pending.item() == 0
             together, most = history.scale(), max(amaxes)
