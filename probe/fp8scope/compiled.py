@@ -59,11 +59,11 @@ class Root(Protocol):
 
 
 class Key:
-    """Stands for one hook in compiled graphs, as long as the hook lives."""
+    """Stands for one hook, or layer, in compiled graphs, as long as that lives."""
 
     owners: ClassVar["WeakValueDictionary[int, Any]"] = WeakValueDictionary()
 
-    def __init__(self, owner: Layer | Root, device: torch.device) -> None:
+    def __init__(self, owner: object, device: torch.device) -> None:
         self.tensor = torch.zeros(1, device=device)
         self.owners[self.tensor.data_ptr()] = owner
 

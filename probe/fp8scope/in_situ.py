@@ -13,7 +13,7 @@ from fp8scope_protocol.formats import E4M3, parse_format
 
 
 class InSituObserver(InertObserver):
-    """What a self-quantizing layer reports to: an `observer.LinearObserver`."""
+    """What a self-quantizing layer reports to: a `LinearObserver` and a `GraphObserver`."""
 
     def __init__(self, probe: LayerProbe) -> None:
         self.probe = probe
@@ -25,6 +25,31 @@ class InSituObserver(InertObserver):
             return self.probe.call.live
         watch = self.probe.watch
         return watch.measuring and not watch.rehearsing and torch._C._current_graph_task_id() != -1
+
+    def begins(self) -> None:
+        """A forward in compiled code; see `LayerProbe.operands`."""
+        probe, watch = self.probe, self.probe.watch
+        module = probe.layer.module
+        if watch.rehearsing or not (watch.attends() and module.training):
+            return
+        counts = watch.is_first_pass(module)
+        if watch.measuring:
+            probe.call.inside, probe.call.live = True, counts
+            if counts:
+                watch.ran.add(probe.layer.name)
+                probe.weights.begin()
+
+    def ends(self) -> None:
+        """Of the same."""
+        self.probe.call.inside = self.probe.call.live = False
+
+    def keep(self, call: int, sample: WgradSample | None) -> None:
+        """Until the step ends."""
+        self.probe.watch.calls.setdefault(self.probe.layer.name, {})[call] = sample
+
+    def kept(self, call: int) -> WgradSample | None:
+        """Once."""
+        return self.probe.watch.sample_of(self.probe.layer.name, call)
 
     def sums(self, role: str, x: Tensor, *, policy: str) -> RowSums | None:
         """The row of x, unless more than the quantizer's sums is wanted of it, or only in some replays."""

@@ -53,6 +53,23 @@ class LinearObserver(Protocol):
         `format`; the sample is in E4M3."""
 
 
+@runtime_checkable
+class GraphObserver(Protocol):
+    """A linear's observer that goes with compiled code, where hooks do not run and the layer calls it."""
+
+    def begins(self) -> None:
+        """A forward of the layer begins."""
+
+    def ends(self) -> None:
+        """It is over."""
+
+    def keep(self, call: int, sample: WgradSample | None) -> None:
+        """The sample of a forward, for the backward pass that asks with the same number."""
+
+    def kept(self, call: int) -> WgradSample | None:
+        """The sample of that forward."""
+
+
 class StateObserver(Protocol):
     """Attached to an optimizer with quantized states as `optimizer.observer`."""
 

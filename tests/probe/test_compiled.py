@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from fp8scope.scope import Scope
 from fp8scope.testing import MemoryWorker
 from fp8scope_protocol.commands import Command, SetPrecision
+from fp8scope_trainer.history import advance_histories
 from fp8scope_trainer.linear import Fp8Linear
+from fp8scope_trainer.recipe import Recipe
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated"),  # by Dynamo, of its own classes
@@ -266,14 +268,18 @@ def test_what_was_compiled_does_not_keep_a_scope() -> None:
     assert watch() is None
 
 
-def test_f6_a_switch_in_a_compiled_model_takes_effect() -> None:
-    """F6: BF16 at step 3 and FP8 again at step 6 change outputs and metrics as in the plain model; nothing is
-    compiled again."""
+@pytest.mark.parametrize("recipe", [
+    Recipe(), Recipe(policy="delayed"), Recipe(scaling="tensorwise", policy="delayed"),
+], ids=lambda recipe: f"{recipe.scaling}-{recipe.policy}")
+def test_f6_a_switch_in_a_compiled_model_takes_effect(recipe: Recipe) -> None:
+    """F6: BF16 at step 3 and FP8 again at step 6 change outputs and metrics as in the plain model; the graph
+    is whole, and one more is compiled for the switch and none for the way back."""
     def switched(compile_it: bool, *, switch: bool = True) -> tuple[list[Tensor], list[int], MemoryWorker]:
         torch.manual_seed(0)
-        model = nn.Sequential(Fp8Linear(128, 128), nn.GELU(), Fp8Linear(128, 128))
+        first, last = (Fp8Linear(128, 128, recipe=recipe) for _ in range(2))
+        model = nn.Sequential(first, nn.GELU(), last)
         counter, worker = counted(), MemoryWorker()
-        call = torch.compile(model, backend=counter) if compile_it else model
+        call = torch.compile(model, backend=counter, fullgraph=True) if compile_it else model
         outputs, frames = [], []
         with Scope(model, (), worker=worker, every=2) as scope:
             for id_, (step, precision) in enumerate(((3, "bf16"), (6, "fp8")) if switch else ()):
@@ -285,14 +291,16 @@ def test_f6_a_switch_in_a_compiled_model_takes_effect() -> None:
                 y.square().mean().backward()
                 outputs.append(y.detach())
                 frames.append(counter.frame_count)
+                advance_histories(model)
                 scope.step(step)
         return outputs, frames, worker
 
     (outputs, frames, found), (wanted, _, expected) = switched(True), switched(False)
     for one, other in zip(outputs, wanted, strict=True):
         assert torch.equal(one, other)
-    assert frames[-1] == frames[2]
+    assert (frames[2], frames[-1]) == (1, 2)
     assert_same(found, expected)
     kept, _, _ = switched(True, switch=False)
-    assert [torch.equal(one, other) for one, other in zip(outputs, kept, strict=True)] == [
-        step not in (3, 4, 5) for step in range(8)]
+    same = [torch.equal(one, other) for one, other in zip(outputs, kept, strict=True)]
+    assert same[:6] == [step < 3 for step in range(6)]
+    assert same[6:] == [recipe.policy == "current"] * 2  # a history of the next layer remembers

@@ -19,6 +19,8 @@ class Call(NamedTuple):
     precision: Precision
     recipe: Recipe
     observer: LinearObserver | None = None
+    watcher: LinearObserver | None = None
+    """The observer, if it wants the operands of this pass."""
     scale: Tensor | None = None
     """Delayed activation scale, fp32 [1, 1]; None under current scaling."""
     gradient_scale: Tensor | None = None
@@ -33,18 +35,23 @@ class Call(NamedTuple):
         """Whether what this call saves can serve other layers of the same input."""
         return self.differentiable and self.scale is None and self.precision == "fp8"
 
-    @property
-    def watcher(self) -> LinearObserver | None:
-        """The observer, if it wants this call's operands."""
-        observer = self.observer
-        return observer if observer is not None and self.precision != "bf16" and observer.active else None
+    def in_backward(self, *, heard: bool) -> "Call":
+        """As its backward pass sees it; `heard`: the observer has that gradient already."""
+        if self.observer is None:
+            return self
+        return self._replace(watcher=None if heard else watching(self.observer, self.precision))
 
     def sums(self, role: str, x: Tensor, *, policy: str) -> RowSums | None:
         """Where the quantizer of x is to add its round trip, if anywhere. A sanitized x is not what is to be
         measured."""
-        if self.observer is None or self.recipe.sanitize or (watcher := self.watcher) is None:
+        if self.watcher is None or self.recipe.sanitize:
             return None
-        return watcher.sums(role, x, policy=policy)
+        return self.watcher.sums(role, x, policy=policy)
+
+
+def watching(observer: LinearObserver | None, precision: Precision) -> LinearObserver | None:
+    """The observer, if it wants what is computed now."""
+    return observer if observer is not None and precision != "bf16" and observer.active else None
 
 
 def hand_over_forward(
@@ -56,7 +63,7 @@ def hand_over_forward(
     summed: the quantizer has measured x itself. One scale a tensor gives x.t() the codes of x: it is not
     handed over a second time.
     """
-    if call.observer is None or (watcher := call.watcher) is None:
+    if (watcher := call.watcher) is None:
         return None
     recipe = call.recipe
     scaling, two = recipe.operand_scaling, recipe.power_of_two
@@ -79,7 +86,7 @@ def hand_over_gradient(
     call: Call, dy: Tensor, row: Tensor, column: Tensor, sample: WgradSample | None, *, summed: bool = False,
 ) -> None:
     """The scales of dy and dy.t(); see `hand_over_forward`."""
-    if call.observer is None or (watcher := call.watcher) is None:
+    if (watcher := call.watcher) is None:
         return
     recipe = call.recipe
     scaling, policy, two = recipe.operand_scaling, recipe.gradient_policy, recipe.power_of_two

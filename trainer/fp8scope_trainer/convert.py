@@ -25,6 +25,9 @@ SOFTMAX = "attention's softmax: three bits of mantissa would round its probabili
 REQUESTED = "requested fp8, not converted: "
 """How the reason of a layer begins that would have been converted if it could."""
 
+_OWN = frozenset(nn.Module().__dict__)
+"""What every module has: its children, hooks and parameters."""
+
 Filter = Callable[[str, nn.Linear], bool]
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
@@ -78,16 +81,23 @@ def convert(
     wanted = conversion or Conversion()
     if type(model) is nn.Linear:
         raise Invalid("model", "Linear", "has nothing to replace it in; convert nn.Sequential(model)")
-    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    linears = {name: m for name, m in model.named_modules()
+               if isinstance(m, nn.Linear) and not isinstance(m, Fp8Linear)}
+    before = {name: m for name, m in model.named_modules()
+              if isinstance(m, Fp8Linear) and (filter is None or filter(name, m))}
     embedded = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     routers = {id(router) for _, router, _ in find_routers(model)}
-    reasons = {name: ROUTER if id(linear) in routers else _reason(name, linear, embedded, filter)
+    elsewhere = _held_elsewhere(model)
+    reasons = {name: ROUTER if id(linear) in routers else _reason(name, linear, embedded, elsewhere, filter)
                for name, linear in linears.items()}
     chosen = [name for name, reason in reasons.items() if not reason]
+    delayed = _delayed(wanted.delayed, [*before, *chosen])
+    late = replace(wanted.recipe, policy="delayed")
+    for name, layer in before.items():
+        _check_again(name, layer, late if name in delayed else wanted.recipe, wanted.precision)
     for name, reason in reasons.items():
         linears[name].precision_reason = reason  # type: ignore[assignment]  # a probe shows it
-    delayed, shared = _delayed(wanted.delayed, chosen), defaultdict[str, SharedCodes](SharedCodes)
-    late, places = replace(wanted.recipe, policy="delayed"), defaultdict[int, list[str]](list)
+    shared, places = defaultdict[str, SharedCodes](SharedCodes), defaultdict[int, list[str]](list)
     for name, module in model.named_modules(remove_duplicate=False):
         places[id(module)].append(name)  # a layer that is used twice has two names
     for name in chosen:
@@ -104,15 +114,53 @@ def is_head(name: str) -> bool:
     return canonical_name(name).rpartition(".")[2] in HEAD_NAMES
 
 
-def _reason(name: str, linear: nn.Linear, embedded: set[Tensor], filter: Filter | None) -> str:
+def _check_again(name: str, layer: Fp8Linear, recipe: Recipe, precision: Precision) -> None:
+    """Raises unless the layer is what this conversion would make of it."""
+    if layer.recipe != recipe or layer.precision != precision:
+        raise Invalid("model", name, "is an Fp8Linear already, of another recipe or precision than asked "
+                      "for; set_precision switches it, and a filter can leave it out")
+
+
+def _held_elsewhere(model: nn.Module) -> dict[int, str]:
+    """id of a linear -> where a module holds it, or a method of it, that is no place of a module: in an
+    attribute, or in lists, tuples and dicts there. What is called from there would not be replaced."""
+    found: dict[int, str] = {}
+    for owner, module in model.named_modules():
+        for key, value in vars(module).items():
+            pending = [] if key in _OWN else [value]
+            while pending:
+                one = pending.pop()
+                if isinstance(one, list | tuple | set):
+                    pending += one
+                elif isinstance(one, dict):
+                    pending += one.values()
+                elif isinstance(one := getattr(one, "__self__", one), nn.Linear) and one is not module:
+                    found[id(one)] = f"{owner}.{key}".lstrip(".")
+    return found
+
+
+def _reason(
+    name: str, linear: nn.Linear, embedded: set[Tensor], elsewhere: dict[int, str], filter: Filter | None
+) -> str:
     """Why `linear` stays as it is; empty if it becomes FP8."""
     if linear.weight in embedded:
         return "shares its weight with an embedding"
     if is_head(name):
         return "output head"
-    if reason := unsuitable(linear.in_features, linear.out_features) or _changed(linear):
+    if place := elsewhere.get(id(linear)):
+        return f"{REQUESTED}it is also held in {place}, from where it would be called unconverted"
+    if reason := _unlike(linear) or unsuitable(linear.in_features, linear.out_features) or _changed(linear):
         return f"{REQUESTED}{reason}"
     return "" if filter is None or filter(name, linear) else "left out by the filter"
+
+
+def _unlike(linear: nn.Linear) -> str:
+    """How a linear is of another kind than those that are replaced; empty if it is not."""
+    if isinstance(linear, nn.modules.lazy.LazyModuleMixin):
+        return "its sizes are not known before its first forward"
+    if type(linear) is not nn.Linear:
+        return f"it is a {type(linear).__name__}, and only Linear itself is replaced"
+    return "it is in fp64, and FP8 is made from fp32 at most" if linear.weight.dtype == torch.float64 else ""
 
 
 def _changed(linear: nn.Linear) -> str:

@@ -10,6 +10,8 @@ Rejected: moving on with each call, which gives micro-batches and recomputation 
 batch would have.
 """
 
+from collections import defaultdict
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -49,10 +51,8 @@ class AmaxHistory(nn.Module):
         """fp32 [1, 1]; computed once as long as nothing is written into the ring."""
         ring = self.amaxes
         if self._scale is None or self._scale[0] is not ring or self._scale[1] != ring._version:
-            amax = ring.amax()
-            scale = scale_of(amax, self.element)
-            scale = torch.where(amax > 0, scale * 2.0**self.margin, scale).view(1, 1)
-            self._scale = ring, ring._version, scale
+            self.take(_scales(ring.amax().view(1), self.element, self.margin)[0])
+            assert self._scale is not None
         return self._scale[2]
 
     def observe(self, x: Tensor) -> None:
@@ -63,12 +63,15 @@ class AmaxHistory(nn.Module):
         """fp32 [1]; NaN leaves the step as it is: one Inf must not blind the scale for 1,024 steps."""
         torch.fmax(self.pending, amax.view(()), out=self.pending)
 
-    def advance(self) -> None:
-        """Moves the step's amax into the ring."""
-        if not self.frozen:
-            self.amaxes[self.cursor] = self.pending
-            self.cursor = (self.cursor + 1) % self.amaxes.numel()
-        self.pending.zero_()
+    def place(self) -> Tensor:
+        """Where in the ring this step's amax goes, as a view of one element; the next step's is another."""
+        here = self.amaxes[self.cursor]
+        self.cursor = (self.cursor + 1) % self.amaxes.numel()
+        return here
+
+    def take(self, scale: Tensor) -> None:
+        """fp32 [1, 1], of the ring as it is now."""
+        self._scale = self.amaxes, self.amaxes._version, scale
 
     def __getstate__(self) -> dict[str, object]:
         """A copy computes its scale itself."""
@@ -88,5 +91,23 @@ def advance_histories(model: nn.Module, group: dist.ProcessGroup | None = None) 
         dist.all_reduce(merged, dist.ReduceOp.MAX, group=group)
         for history, amax in zip(histories, merged.unbind(), strict=True):
             history.pending = amax
+    _advance([history for history in histories if not history.frozen])
+    torch._foreach_zero_([history.pending for history in histories])
+
+
+def _advance(histories: list[AmaxHistory]) -> None:
+    """All of a kind together: one by one they would take twenty launches each."""
+    kinds = defaultdict[tuple[object, ...], list[AmaxHistory]](list)
     for history in histories:
-        history.advance()
+        kinds[history.amaxes.device, history.element, history.margin].append(history)
+    for alike in kinds.values():
+        torch._foreach_copy_([history.place() for history in alike], [history.pending for history in alike])
+        largest = torch.stack(torch._foreach_max([history.amaxes for history in alike]))
+        for history, scale in zip(alike, _scales(largest, alike[0].element, alike[0].margin), strict=True):
+            history.take(scale)
+
+
+def _scales(amaxes: Tensor, element: Format, margin: int) -> tuple[Tensor, ...]:
+    """The scale [1, 1] of each of `amaxes` [N]."""
+    scales = scale_of(amaxes, element)
+    return torch.where(amaxes > 0, scales * 2.0**margin, scales).view(-1, 1, 1).unbind()

@@ -19,15 +19,15 @@ from typing import Any, Protocol, Self, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from fp8scope.compiled import Key
 from fp8scope.observer import LinearObserver, Told
 from fp8scope_protocol.commands import Precision
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import E4M3, TILE
-from fp8scope_trainer import block, gemm, rounded, tensorwise
-from fp8scope_trainer.call import Call
+from fp8scope_trainer import block, gemm, rounded, tensorwise, traced
+from fp8scope_trainer.call import Call, watching
 from fp8scope_trainer.history import AmaxHistory
 from fp8scope_trainer.recipe import Recipe
 from fp8scope_trainer.shared import Offer, SharedCodes
@@ -36,6 +36,11 @@ _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always
           "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
           "_is_full_backward_hook")
 """Where torch keeps the hooks of a module."""
+
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+"""Of inputs and weights. Scales and sums are fp32: fp64 would lose what it is for."""
+_ACCEPTED = f"must be one of {', '.join(str(one) for one in DTYPES)}"
 
 
 class Fp8Linear(nn.Linear):
@@ -51,6 +56,10 @@ class Fp8Linear(nn.Linear):
     """Of the activation, under delayed scaling."""
     gradient_history: AmaxHistory | None
     """Of the gradient of the output, under delayed tensorwise scaling."""
+    key: Tensor
+    """Stands for the layer in compiled graphs."""
+    in_fp8: bool
+    """Whether `precision` is fp8: all that graphs depend on."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, recipe: Recipe | None = None,
@@ -58,11 +67,14 @@ class Fp8Linear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        if self.weight.dtype not in DTYPES:
+            raise Invalid("dtype", self.weight.dtype, _ACCEPTED)
         if reason := unsuitable(in_features, out_features):
             raise Invalid("in_features, out_features", (in_features, out_features), reason)
         self.recipe = recipe or Recipe()
         self.observer = None
         self.shared = None
+        self.key = _key_of(self)
         self._make_histories(device)
         self.set_precision(precision)
         self._running = self.precision
@@ -96,26 +108,25 @@ class Fp8Linear(nn.Linear):
         if precision not in get_args(Precision):
             raise Invalid("precision", precision, f"must be one of {', '.join(get_args(Precision))}")
         self.precision: Precision = precision
-
-    @torch._disable_dynamo  # type: ignore[attr-defined]
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In a compiled model too the layer and its hooks run as they are written: the kernels are its own,
-        and a switch of precision or a change of cadence compiles nothing again."""
-        return super().__call__(*args, **kwargs)
+        self.in_fp8 = precision == "fp8"
 
     def forward(self, input: Tensor) -> Tensor:
+        if input.shape[-1:] != (self.in_features,) or input.dtype not in DTYPES:
+            raise self._misfit(input)
         if input.numel() == 0:
             return nn.functional.linear(input, self.weight, self.bias)
         x = input
         if torch.is_autocast_enabled(input.device.type):
             x = input.to(torch.get_autocast_dtype(input.device.type))
-        call = self._call()
-        offer = None
-        if self.shared is not None and call.shareable and not input.is_inference():
-            offer = self.shared.offer(input, self.recipe, x.dtype)
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        y: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            x.reshape(-1, self.in_features), weight, call, offer)
+        if weight.dtype not in DTYPES:
+            raise Invalid("weight.dtype", weight.dtype, _ACCEPTED)
+        if not torch.compiler.is_compiling():
+            y = self._product(input, x, weight)
+        elif type(weight) in (Tensor, nn.Parameter):
+            y = traced.product(self, x.reshape(-1, self.in_features), weight)
+        else:  # gathered as codes, which a compiler cannot see into
+            y = _outside_of_graphs(self, input, x, weight)
         y = y.view(*input.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -125,7 +136,11 @@ class Fp8Linear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied or pickled layer is unobserved: the observer belongs to the attached model."""
-        return self.__dict__ | {"observer": None}
+        return self.__dict__ | {"observer": None, "key": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.key = _key_of(self)
 
     def _make_histories(self, device: torch.device | str | None) -> None:
         recipe = self.recipe
@@ -136,12 +151,36 @@ class Fp8Linear(nn.Linear):
                 recipe.history_length, margin=recipe.margin, element=elements[name], device=device,
             ) if policy == "delayed" else None)
 
+    def _product(self, input: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Y [M, N] of x [..., K], which is the input or its copy in another dtype."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise Invalid("Fp8Linear", "a transform of torch.func",
+                          "has no FP8 product; call the layer outside of it, or keep it a Linear")
+        call = self._call()
+        offer = None
+        if self.shared is not None and call.shareable and not input.is_inference():
+            offer = self.shared.offer(input, self.recipe, x.dtype)
+        y: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            x.reshape(-1, self.in_features), weight, call, offer)
+        return y
+
+    def _misfit(self, input: Tensor) -> Invalid:
+        """What is wrong with an input."""
+        if input.shape[-1:] != (self.in_features,):
+            return Invalid("input.shape", tuple(input.shape), f"must end in {self.in_features}, in_features")
+        return Invalid("input.dtype", input.dtype, _ACCEPTED)
+
     def _call(self) -> Call:
         if self._running != self.precision and torch._C._current_graph_task_id() == -1:
             self._running = self.precision  # outside of a backward pass
-        differentiable = torch.is_grad_enabled() and self.weight.requires_grad
-        call = Call(self._running, self.recipe, self.observer, differentiable=differentiable)
-        if self.history is None or self._running == "bf16":
+        return self.call_of(self.recipe, self._running,
+                            differentiable=torch.is_grad_enabled() and self.weight.requires_grad)
+
+    def call_of(self, recipe: Recipe, precision: Precision, *, differentiable: bool) -> Call:
+        """What a forward that begins now follows; in compiled code a backward pass, too."""
+        observer = self.observer
+        call = Call(precision, recipe, observer, watching(observer, precision), differentiable=differentiable)
+        if self.history is None or precision == "bf16":
             return call
         ahead = self.gradient_history
         return call._replace(
@@ -158,6 +197,16 @@ def unsuitable(in_features: int, out_features: int) -> str:
     return f"{' and '.join(odd)}: not a multiple of {TILE}" if odd else ""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outside_of_graphs(layer: Fp8Linear, input: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return layer._product(input, x, weight)
+
+
+def _key_of(layer: Fp8Linear) -> Tensor:
+    """On the CPU, wherever the layer is and goes: only its address is read."""
+    return Key(layer, torch.device("cpu")).tensor
+
+
 class _Product(torch.autograd.Function):
     """Y [M, N] = X [M, K] W^T, W [N, K], in the precision and recipe of its call."""
 
@@ -168,9 +217,10 @@ class _Product(torch.autograd.Function):
             return _product_of(call).forward(ctx, x, weight, call, offer)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        call = ctx.call if ctx.told() is not dy else ctx.call._replace(observer=None)
+        if torch.is_grad_enabled():
+            raise Invalid("create_graph", True, "Fp8Linear has no second derivative; accepted: False")
+        call = ctx.call.in_backward(heard=ctx.told() is dy)
         ctx.told = weakref.ref(dy)
         with _exact(dy):
             dx, dw = _product_of(call).backward(ctx, dy, call)

@@ -12,6 +12,7 @@ and is read again anyway, stays with current scaling.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from typing import cast
 
 import torch
@@ -72,6 +73,12 @@ class Recipe:
                 raise Invalid(name, getattr(self, name), "must be True or False")
 
     @property
+    def text(self) -> str:
+        """All of it, for `recipe_of`: what a compiled graph knows of it."""
+        return (f"{self.scaling} {self.gradient_format} {self.policy} {self.history_length} {self.margin} "
+                f"{self.power_of_two:d} {self.wgrad_activation} {self.sanitize:d}")
+
+    @property
     def operand_scaling(self) -> str:
         """Of activations and gradients, as protocol.formats names it."""
         return "tile 1x128" if self.scaling == "block" else "tensorwise"
@@ -106,6 +113,15 @@ class Recipe:
     def gradient_element(self) -> Format:
         """The format of gradients."""
         return GRADIENT_FORMATS[self.gradient_format]
+
+
+@cache
+def recipe_of(text: str) -> Recipe:
+    """The recipe of this `Recipe.text`."""
+    scaling, gradient_format, policy, length, margin, two, activation, sanitize = text.split()
+    return Recipe(scaling=scaling, gradient_format=gradient_format, policy=policy, history_length=int(length),
+                  margin=int(margin), power_of_two=two == "1", wgrad_activation=activation,
+                  sanitize=sanitize == "1")
 
 
 def quantize_rows(
