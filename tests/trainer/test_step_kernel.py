@@ -151,9 +151,10 @@ def run(case: Case, device: str) -> list[str]:
 
 def stored(one: StepTensors) -> dict[str, Tensor | None]:
     """What a step writes."""
-    root = one.slots.root
-    return {"weight": one.weight, "master": one.master, "codes": one.slots.signed.codes,
-            "scales": one.slots.signed.scales, "codes of the root": None if root is None else root.codes,
+    signed, root = one.slots
+    assert signed is not None
+    return {"weight": one.weight, "master": one.master, "codes": signed.codes, "scales": signed.scales,
+            "codes of the root": None if root is None else root.codes,
             "scales of the root": None if root is None else root.scales}
 
 

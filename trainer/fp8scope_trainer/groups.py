@@ -54,8 +54,10 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
     if not 0 <= _number("lr", group["lr"]) < math.inf:
         raise Invalid("lr", group["lr"], "must be 0 or more, and finite")
     if rule is SGD:
-        if not 0 < group["momentum"] < 1:
-            raise Invalid("momentum", group["momentum"], "must be in (0, 1)")
+        if not 0 <= group["momentum"] < 1:
+            raise Invalid("momentum", group["momentum"], "must be in [0, 1)")
+        if group["nesterov"] and not group["momentum"]:
+            raise Invalid("nesterov", True, "needs a momentum above 0")
     elif len(group["betas"]) != 2 or not all(0 <= _number("betas", beta) < 1 for beta in group["betas"]):
         raise Invalid("betas", group["betas"], "must be two numbers in [0, 1)")
     if not group.get("eps", 1.0) > 0:
@@ -122,7 +124,7 @@ def _chosen(named: Mapping[str, Tensor], overrides: Mapping[str, str]) -> dict[s
         if not matched:
             raise UnknownName("overrides", pattern, named)
         for name in matched:
-            if format.rounds and (reason := exception(named[name].shape)):
+            if reason := exception(named[name], format):
                 raise Invalid("overrides", {pattern: states}, f"{name} {reason}; it can only have fp32")
             chosen[name] = states
     return chosen

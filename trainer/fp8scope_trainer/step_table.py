@@ -8,6 +8,8 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import attrgetter, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,10 @@ from fp8scope_trainer.step_kernel import step_kernel
 FLAT = 1024
 """Elements of a row of a tile where states have no blocks."""
 
+ALIGNMENT = 16
+"""Bytes of a wide access."""
+
+_DTYPE = attrgetter("dtype")
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 _CODES = _TYPES | {torch.float8_e4m3fn: tl.float8e4nv, torch.int16: tl.int16, torch.int8: tl.int8,
                    torch.uint8: tl.uint8}
@@ -62,6 +68,8 @@ class Kind:
 def kind_of(one: StepTensors, rule: Rule, format: StateFormat, by: Scalars) -> Kind | None:
     """The kind of launch that takes it; None if there is none, and it is left to the reference."""
     moving, columns, block = _moving(one), one.weight.shape[1], format.block
+    if one.slots.signed is None or one.starts is not None:
+        return None
     tensors = [moving, one.gradient, *(x for slot in one.slots if slot is not None for x in slot
                                        if x is not None)]
     if not all(x.is_contiguous() for x in tensors) or not 0 < columns < 1 << 26 or not moving.numel():
@@ -69,7 +77,7 @@ def kind_of(one: StepTensors, rule: Rule, format: StateFormat, by: Scalars) -> K
     if not {moving.dtype, one.gradient.dtype} <= _TYPES.keys():
         return None
     even = not block or columns % block == 0
-    aligned = all(x.data_ptr() % 16 == 0 for x in tensors) and (even or columns % 16 == 0)
+    aligned = all(x.data_ptr() % ALIGNMENT == 0 for x in tensors) and (even or columns % 16 == 0)
     return Kind(rule="nesterov" if by.nesterov else rule.name, format=format.name, block=block or FLAT,
                 weight=moving.dtype, gradient=one.gradient.dtype, even=even, aligned=aligned,
                 master=one.master is not None)
@@ -121,12 +129,19 @@ class StepTable:
               self._table if gradient_factor is None else gradient_factor, out, len(tensors),
               _signed(key_of_step(by.seed, by.step)), *map(float, numbers),
               constants=self.constants(by, scaled=gradient_factor is not None), **self.options)
-        masters = [one.master for one in tensors if one.master is not None]
-        if masters:
+        if self.kind.master:
+            masters = [one.master for one in tensors if one.master is not None]
             torch._foreach_copy_([one.weight for one in tensors], masters)
         sums = out[1:].sum(dim=1)
         sums[2] *= by.lr**2
         return torch.cat((out[:1].amax(dim=1), sums))
+
+    def takes(self, tensors: Sequence[StepTensors]) -> bool:
+        """Whether the gradients, which may be others in every step, are still of the table's kind."""
+        gradients = [one.gradient for one in tensors]
+        return (set(map(_DTYPE, gradients)) == {self.kind.gradient}
+                and all(map(Tensor.is_contiguous, gradients))
+                and not (self.kind.aligned and reduce(or_, map(Tensor.data_ptr, gradients)) % ALIGNMENT))
 
     def constants(self, by: Scalars, *, scaled: bool) -> dict[str, Any]:
         """What a launch is compiled for, in the kernel's order."""
@@ -153,12 +168,13 @@ def update_all(
     if gradient_factor is not None:
         gradient_factor = gradient_factor.to(tensors[0].weight.device, torch.float32)
     key = (rule.name, by.nesterov, *map(id, tensors))  # alive for as long as the table holds them
-    if key not in tables:
+    launches = tables.get(key)
+    if launches is None or not all(_takes(table, some, rule, format, by) for table, some in launches):
         if len(tables) >= _KEPT:
             tables.clear()
-        tables[key] = _launches(tensors, rule, format, by)
+        launches = tables[key] = _launches(tensors, rule, format, by)
     rows = []
-    for table, some in tables[key]:
+    for table, some in launches:
         if table is None:
             rows += [update(one, rule, format, by, gradient_factor)[0] for one in some]
         else:
@@ -175,6 +191,14 @@ def _launches(
     return [(None if kind is None else StepTable(some, kind), some) for kind, some in kinds.items()]
 
 
+def _takes(table: StepTable | None, some: Sequence[StepTensors], rule: Rule, format: StateFormat, by: Scalars
+           ) -> bool:
+    """Whether what was chosen for these gradients still is what they need."""
+    if table is None:
+        return all(kind_of(one, rule, format, by) is None for one in some)
+    return table.takes(some)
+
+
 def _moving(one: StepTensors) -> Tensor:
     """The weight that moves."""
     return one.weight if one.master is None else one.master
@@ -182,10 +206,9 @@ def _moving(one: StepTensors) -> Tensor:
 
 def _addresses(one: StepTensors) -> tuple[int, ...]:
     """Of the weight that moves, and of codes and scales of both moments, 0 for what there is not."""
-    root = one.slots.root
-    return tuple(0 if x is None else x.data_ptr() for x in (
-        _moving(one), one.slots.signed.codes, None if root is None else root.codes, one.slots.signed.scales,
-        None if root is None else root.scales))
+    both = [(None, None) if slot is None else slot for slot in one.slots]
+    (m, ms), (v, vs) = both
+    return tuple(0 if x is None else x.data_ptr() for x in (_moving(one), m, v, ms, vs))
 
 
 def _signed(key: int) -> int:
