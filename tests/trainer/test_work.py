@@ -149,7 +149,7 @@ def test_a_change_is_noticed(change: Any) -> None:
 
 
 def test_steps_count_the_gradients_of_each() -> None:
-    """One without a gradient stands still; a state_dict goes on with its optimizer, what was loaded does not."""
+    """One without stands still; a state_dict goes on with its optimizer, what was loaded from it does not."""
     parameters, optimizer = made()
     copies = [nn.Parameter(p.detach().clone()) for p in parameters]
     shared, loaded_into = optimizer.state_dict(), AdamW(copies, states="int8", warmup_steps=1)
@@ -168,8 +168,8 @@ def test_steps_count_the_gradients_of_each() -> None:
 
 
 def test_a_table_is_not_used_for_gradients_of_another_kind() -> None:
-    """A table (on the CPU, not launched) takes other gradients, but none of another dtype, at odd addresses or
-    with gaps."""
+    """A table (on the CPU, not launched) takes other gradients, but none of another dtype, at odd addresses
+    or with gaps."""
     step_table = pytest.importorskip("fp8scope_trainer.step_table")
     weight, format = torch.zeros(64, 128), StateFormat.of("fp8")
     slots_ = slots(new_state(weight, ADAMW, format, exact=False, master=False), ADAMW)
@@ -182,7 +182,7 @@ def test_a_table_is_not_used_for_gradients_of_another_kind() -> None:
                             (torch.ones(64 * 128 + 1)[1:].view(64, 128), False),
                             (torch.ones(128, 64).t(), False), (torch.ones(64 * 128), True)):
         one.gradient = gradient
-        assert table.takes([one]) == taken
+        assert (table.gradients([one]) == [gradient.data_ptr()]) == taken
 
 
 def test_no_gradient_is_held_between_steps() -> None:

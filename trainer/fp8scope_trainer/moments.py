@@ -86,7 +86,7 @@ def exception(parameter: Tensor, format: StateFormat) -> str:
 
 def new_state(parameter: Tensor, rule: Rule, format: StateFormat, *, exact: bool, master: bool) -> State:
     """Zero moments with the placement of `parameter`; `exact`: those of the warm-up."""
-    state = {"step": torch.zeros(())}
+    state = {"step": torch.zeros((), device="cpu")}
     for key in rule.keys:
         state |= _zeros(parameter, key, format, root=key == rule.root, exact=exact)
     if master:

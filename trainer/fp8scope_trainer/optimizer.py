@@ -242,7 +242,7 @@ class StateOptimizer(Optimizer):
         if plan is None or not plan.holds(self.param_groups, self.state, gradients):
             self._plan = None
             self._bring_states()
-            plan = self._plan = self._planned(gradients)
+            plan = self._plan = self._planned(gradients, None if plan is None else plan.steps)
         if not plan.begin(gradients):
             for number, gradient in enumerate(gradients):
                 if gradient is not None and gradient.layout != torch.strided:
@@ -263,9 +263,10 @@ class StateOptimizer(Optimizer):
                 self.state[parameter] = as_asked(state, parameter, rule, format,
                                                  self._draw(group, parameter, state, stream), master=master)
 
-    def _planned(self, gradients: Sequence[Tensor | None]) -> Plan:
-        """The calls of a step, in the order of the parameters."""
-        steps = Steps(self.state.values())
+    def _planned(self, gradients: Sequence[Tensor | None], steps: Steps | None) -> Plan:
+        """The calls of a step, in the order of the parameters. steps: those known from before."""
+        if steps is None or not steps.are_of(self.state.values()):
+            steps = Steps(self.state.values())
         calls: dict[Any, Call] = {}
         for stream, group, parameter in self._parameters():
             if gradients[stream] is None:

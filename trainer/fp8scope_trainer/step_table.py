@@ -114,10 +114,15 @@ class StepTable:
             return -(-rows * columns // (self.rows * block))
         return -(-rows // self.rows) * -(-columns // block)
 
-    def step(self, tensors: Sequence[StepTensors], by: Scalars,
-             gradient_factor: Tensor | None = None) -> Tensor:
-        """One step of the table's parameters. Returns one row of `step.ROW` for all of them, fp32 [5]."""
-        gradients = [one.gradient.data_ptr() for one in tensors]
+    def step(self, tensors: Sequence[StepTensors], by: Scalars, gradient_factor: Tensor | None = None,
+             gradients: list[int] | None = None) -> Tensor:
+        """One step of the table's parameters. Returns one row of `step.ROW` for all of them, fp32 [5].
+
+        gradients: what `gradients` says of them.
+        """
+        if gradients is None:
+            gradients = self.gradients(tensors)
+            assert gradients is not None
         if gradients != self._gradients:
             self._gradients = gradients
             self._gradient = torch.tensor(gradients).to(self.device, non_blocking=True)
@@ -136,12 +141,15 @@ class StepTable:
         sums[2] *= by.lr**2
         return torch.cat((out[:1].amax(dim=1), sums))
 
-    def takes(self, tensors: Sequence[StepTensors]) -> bool:
-        """Whether the gradients, which may be others in every step, are still of the table's kind."""
+    def gradients(self, tensors: Sequence[StepTensors]) -> list[int] | None:
+        """Addresses of the gradients, which may be others in every step; None where one is not of the table's
+        kind any more."""
         gradients = [one.gradient for one in tensors]
-        return (set(map(_DTYPE, gradients)) == {self.kind.gradient}
-                and all(map(Tensor.is_contiguous, gradients))
-                and not (self.kind.aligned and reduce(or_, map(Tensor.data_ptr, gradients)) % ALIGNMENT))
+        if set(map(_DTYPE, gradients)) != {self.kind.gradient} or not all(
+                map(Tensor.is_contiguous, gradients)):
+            return None
+        addresses = list(map(Tensor.data_ptr, gradients))
+        return None if self.kind.aligned and reduce(or_, addresses) % ALIGNMENT else addresses
 
     def constants(self, by: Scalars, *, scaled: bool) -> dict[str, Any]:
         """What a launch is compiled for, in the kernel's order."""
@@ -169,17 +177,32 @@ def update_all(
         gradient_factor = gradient_factor.to(tensors[0].weight.device, torch.float32)
     key = (rule.name, by.nesterov, *map(id, tensors))  # alive for as long as the table holds them
     launches = tables.get(key)
-    if launches is None or not all(_takes(table, some, rule, format, by) for table, some in launches):
+    found = None if launches is None else _gradients(launches, rule, format, by)
+    if launches is None or found is None:
         if len(tables) >= _KEPT:
             tables.clear()
         launches = tables[key] = _launches(tensors, rule, format, by)
+        found = [None] * len(launches)
     rows = []
-    for table, some in launches:
+    for (table, some), gradients in zip(launches, found, strict=True):
         if table is None:
             rows += [update(one, rule, format, by, gradient_factor)[0] for one in some]
         else:
-            rows.append(table.step(some, by, gradient_factor))
+            rows.append(table.step(some, by, gradient_factor, gradients))
     return rows
+
+
+def _gradients(
+    launches: list[tuple[StepTable | None, list[StepTensors]]], rule: Rule, format: StateFormat, by: Scalars
+) -> list[list[int] | None] | None:
+    """`StepTable.gradients` of each launch; None if other gradients need others."""
+    found: list[list[int] | None] = []
+    for table, some in launches:
+        gradients = None if table is None else table.gradients(some)
+        if gradients is None if table else any(kind_of(one, rule, format, by) for one in some):
+            return None
+        found.append(gradients)
+    return found
 
 
 def _launches(
@@ -189,14 +212,6 @@ def _launches(
     for one in tensors:
         kinds[kind_of(one, rule, format, by)].append(one)
     return [(None if kind is None else StepTable(some, kind), some) for kind, some in kinds.items()]
-
-
-def _takes(table: StepTable | None, some: Sequence[StepTensors], rule: Rule, format: StateFormat, by: Scalars
-           ) -> bool:
-    """Whether what was chosen for these gradients still is what they need."""
-    if table is None:
-        return all(kind_of(one, rule, format, by) is None for one in some)
-    return table.takes(some)
 
 
 def _moving(one: StepTensors) -> Tensor:

@@ -18,7 +18,7 @@ class Steps:
 
     def __init__(self, states: Iterable[State]) -> None:
         self._states = [state for state in states if state]
-        self.counts = torch.tensor([float(state["step"]) for state in self._states])
+        self.counts = torch.tensor([float(state["step"]) for state in self._states], device="cpu")
         self._views = list(self.counts.unbind())
         for state, view in zip(self._states, self._views, strict=True):
             state["step"] = view
