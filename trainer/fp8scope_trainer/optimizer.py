@@ -82,6 +82,8 @@ class StateOptimizer(Optimizer):
     """Base of our optimizers. `observer` is set by a probe; `step_stats` is None until the first step."""
 
     rule: ClassVar[Rule]
+    state_rounding: ClassVar[str] = "stochastic"
+    """How states in fewer than 32 bits are rounded, in the probe's words."""
     observer: StateObserver | None
     step_stats: StepStats | None
     grad_scale: Tensor | None
@@ -91,7 +93,7 @@ class StateOptimizer(Optimizer):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._begin()
-        super().__init__(params, defaults)
+        super().__init__(params, defaults | {"rule": self.rule.name})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Copies and pickles hold groups and states; they are observed by nobody."""
@@ -195,7 +197,8 @@ class StateOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but everything keeps its dtype, and nothing is shared with `state_dict`.
 
-        torch casts every state to the parameter's dtype, codes too, and shares `step`.
+        torch casts every state to the parameter's dtype, codes too, and shares `step`. `Invalid` for states
+        of another rule, or stored in another way. For torch's own there is `torch_states.from_torch`.
         """
         check_loaded(self.param_groups, state_dict["param_groups"])
         check_rule(self.rule, state_dict["state"])
@@ -298,7 +301,8 @@ class StateOptimizer(Optimizer):
     def _new_state(self, group: dict[str, Any], parameter: Tensor, steps: int) -> State:
         format = _format(group, parameter)
         exact = format.rounds and steps < group["warmup_steps"]
-        return new_state(parameter, self.rule, format, exact=exact, master=group["master"])
+        rule = rule_of(self.rule, group)
+        return new_state(parameter, rule, format, exact=exact, master=group["master"])
 
     def _draw(self, group: Mapping[str, Any], parameter: Tensor, state: State, stream: int) -> Draw:
         return Draw(seed=group["seed"], step=int(state["step"].item()), stream=stream,
