@@ -1,7 +1,8 @@
-"""One rank of the jobs of test_tensor_parallel_states.py: `python tensor_parallel_job.py RANK RANKS STORE`.
+"""One rank of the jobs of test_tensor_parallel_states.py: `python tensor_parallel_job.py RANK RANKS FOLDER`.
 
 The same steps on whole parameters and on parts; each rank compares what it holds with that part of the whole.
-Prints what differs, and ends with 1.
+Prints what differs, and ends with 1. In FOLDER a checkpoint of the parts is left, in fp8. Also imported by
+the test, for the same steps on whole parameters.
 """
 
 import sys
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fp8scope_trainer.adamw import AdamW
+from fp8scope_trainer.checkpoint import load, save
 from fp8scope_trainer.lion import Lion
 from fp8scope_trainer.optimizer import StateOptimizer
 from fp8scope_trainer.sgd import SGD
@@ -79,35 +81,46 @@ def parted(whole: Tensor, like: DTensor) -> DTensor:
                               shape=whole.shape, stride=whole.stride())
 
 
-def compared(cases: tuple[Case, ...], mesh: DeviceMesh, job: tuple[Any, str, int | None]) -> list[str]:
-    """What differs after four steps, of which two are a warm-up for half of the parameters."""
-    make, states, block = job
-    generator = torch.Generator().manual_seed(3)
-    kinds = [(case, dtype) for dtype in (torch.float32, torch.bfloat16) for case in cases
-             if not case.reason or dtype == torch.float32]
-    starts = [torch.randn(case.shape, generator=generator).to(dtype) for case, dtype in kinds]
-    parts = [cut(start.clone(), case, mesh) for start, (case, _) in zip(starts, kinds, strict=True)]
-    wholes = [nn.Parameter(start) for start in starts]
-    both: list[StateOptimizer] = []
-    for some in (wholes, parts):
-        groups = [{"params": some[:len(cases)]}, {"params": some[len(cases):], "warmup_steps": 2}]
-        both.append(make(groups, lr=1e-2, states=states, block=block))
-    for _ in range(4):
-        for whole, part in zip(wholes, parts, strict=True):
-            whole.grad = torch.randn(whole.shape, generator=generator).to(whole.dtype)
-            assert isinstance(part.data, DTensor)
-            part.grad = parted(whole.grad, part.data)
-        for optimizer in both:
-            optimizer.step()
+class Run:
+    """Four steps, of which two are a warm-up for half of the parameters; of parts if there is a mesh."""
+
+    def __init__(self, cases: tuple[Case, ...], job: tuple[Any, str, int | None],
+                 mesh: DeviceMesh | None = None) -> None:
+        make, states, block = job
+        self.kinds = [(case, dtype) for dtype in (torch.float32, torch.bfloat16) for case in cases
+                      if not case.reason or dtype == torch.float32]
+        generator = torch.Generator().manual_seed(3)
+        starts = [torch.randn(case.shape, generator=generator).to(dtype) for case, dtype in self.kinds]
+        self.parameters = [nn.Parameter(start) if mesh is None else cut(start, case, mesh)
+                           for start, (case, _) in zip(starts, self.kinds, strict=True)]
+        self.model = nn.ParameterList(self.parameters)
+        groups = [{"params": self.parameters[:len(cases)]},
+                  {"params": self.parameters[len(cases):], "warmup_steps": 2}]
+        self.optimizer: StateOptimizer = make(groups, lr=1e-2, states=states, block=block)
+        self.generator = generator
+
+    def train(self) -> None:
+        for _ in range(4):
+            for parameter, (case, dtype) in zip(self.parameters, self.kinds, strict=True):
+                gradient = torch.randn(case.shape, generator=self.generator).to(dtype)
+                like = parameter.detach()
+                parameter.grad = parted(gradient, like) if isinstance(like, DTensor) else gradient
+            self.optimizer.step()
+
+
+def compared(whole: Run, part: Run, states: str) -> list[str]:
+    """What this rank holds that is not that part of the whole."""
     found = []
-    reasons = {int(one.name): one.reason for one in both[1].exceptions}
-    for number, (case, dtype) in enumerate(kinds):
-        title = f"{make.__name__} {states} {case} {dtype}"
+    reasons = {int(one.name): one.reason for one in part.optimizer.exceptions}
+    for number, (case, dtype) in enumerate(whole.kinds):
+        title = f"{type(whole.optimizer).__name__} {states} {case} {dtype}"
         refused = states in case.refused
         if (number in reasons) != refused or (refused and case.reason not in reasons[number]):
             found.append(f"{title}: {reasons.get(number)}")
         if not refused:
-            found += [f"{title}: {key}" for key in differences(both, wholes[number], parts[number])]
+            pair = [run.parameters[number] for run in (whole, part)]
+            found += [f"{title}: {key}" for key in
+                      differences([whole.optimizer, part.optimizer], pair[0], pair[1])]
     return found
 
 
@@ -122,17 +135,38 @@ def differences(both: list[StateOptimizer], whole: Tensor, part: Tensor) -> list
             or a.shape != b.shape or not torch.equal(raw(mine(a, b)), raw(b.to_local()))]
 
 
+def saved_and_loaded(folder: str, cases: tuple[Case, ...], mesh: DeviceMesh) -> list[str]:
+    """What differs after a checkpoint of trained parts was loaded into others."""
+    whole, part, other = Run(cases, JOBS[0]), Run(cases, JOBS[0], mesh), Run(cases, JOBS[0], mesh)
+    whole.train()
+    part.train()
+    save(folder, part.model, part.optimizer, step=4)
+    load(folder, other.model, other.optimizer)
+    return [f"loaded: {one}" for one in compared(whole, other, "fp8")]
+
+
+def possible(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+    """Those that can have states in any format."""
+    return tuple(case for case in cases if not case.refused)
+
+
 def raw(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def main(rank: int, ranks: int, store: str) -> int:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+def main(rank: int, ranks: int, folder: str) -> int:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     if ranks == 2:
         cases, mesh = TWO, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
     else:
         cases, mesh = FOUR, init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    found = [one for job in JOBS for one in compared(cases, mesh, job)]
+    found = []
+    for job in JOBS:
+        whole, part = Run(cases, job), Run(cases, job, mesh)
+        whole.train()
+        part.train()
+        found += compared(whole, part, job[1])
+    found += saved_and_loaded(f"{folder}/saved", possible(cases), mesh)
     print("\n".join(found))
     dist.destroy_process_group()
     return int(bool(found))
