@@ -84,7 +84,7 @@ def our_moments(parameter: Tensor, state: Mapping[str, Any]) -> OurMoments | Non
     format = ROOTS.get((m.dtype, root.dtype))
     if format is None:
         return None
-    shape = parameter.shape
+    shape = local(parameter).shape
     columns = shape[-1] if len(shape) < 4 else shape[1:].numel()
     return OurMoments(format, (m, root), (scales[0], scales[1]), columns)
 

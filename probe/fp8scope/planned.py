@@ -2,7 +2,7 @@
 
 The series are made where the hooks make theirs, so they are the ones a run will have. States are foretold
 from those that the optimizer has, else from the options of its groups: `betas` mean exp_avg and exp_avg_sq,
-a `momentum` that is not 0 means momentum_buffer.
+of a Lion exp_avg alone, and a `momentum` that is not 0 means momentum_buffer.
 """
 
 from collections import Counter
@@ -31,13 +31,13 @@ from fp8scope.observer import Announcing
 from fp8scope.rows import Rows
 from fp8scope.sharding import unreadable
 from fp8scope.states import ROLES, is_high_precision, is_measurable, state_series
-from fp8scope.stored import FORMAT_OF, StoredAs, codes_of, stored_as
+from fp8scope.stored import FORMAT_OF, StoredAs, codes_of, rounding_of, stored_as
 from fp8scope.transformer_engine import HIDDEN, unread
 from fp8scope.twins import twin_series
 from fp8scope.updates import weight_series
 from fp8scope.watch import Watch
 from fp8scope.weights import Weights
-from fp8scope_protocol.formats import E4M3, parse_format
+from fp8scope_protocol.formats import E4M3, is_scaling, parse_format
 from fp8scope_protocol.recipes import Recipe, what_ifs
 from fp8scope_protocol.series import Series
 from fp8scope_protocol.wire import Unobserved
@@ -195,8 +195,14 @@ def _states(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -
         return [(role, x.nbytes) for key, role in ROLES.items()
                 if isinstance(x := state.get(key), Tensor) and is_high_precision(x, parameter)]
     if "betas" in group:
-        return [("exp_avg", parameter.nbytes), ("exp_avg_sq", parameter.nbytes)]
+        roles = ("exp_avg",) if _is_lion(optimizer) else ("exp_avg", "exp_avg_sq")
+        return [(role, parameter.nbytes) for role in roles]
     return [("momentum", parameter.nbytes)] if group.get("momentum") else []
+
+
+def _is_lion(optimizer: Optimizer) -> bool:
+    """Lion has two betas and one moment, in whichever library."""
+    return any(one.__name__ == "Lion" for one in type(optimizer).__mro__)
 
 
 def _coded(optimizer: Any, parameter: Tensor) -> Sequence[tuple[str, str, str]]:
@@ -213,12 +219,27 @@ def _has_codes(optimizer: Optimizer, parameter: Tensor) -> bool:
     return isinstance(state, Mapping) and codes_of(state, "exp_avg") is not None
 
 
-def _sampled(place: ParameterPlace, optimizer: Optimizer, parameter: Tensor) -> Iterator[Series]:
-    """Weights without a master copy, and moments stored in few bits; Adam's are of the weight's type."""
-    if parameter.element_size() >= 4 or parameter.dtype not in FORMAT_OF:
-        return
-    yield weight_series(place, parameter.dtype)
+def _sampled(place: ParameterPlace, optimizer: Any, parameter: Tensor) -> Iterator[Series]:
+    """Weights without a master copy, and second moments stored in few bits."""
+    narrow = parameter.element_size() < 4 and parameter.dtype in FORMAT_OF
+    if narrow:
+        yield weight_series(place, parameter.dtype)
     state = optimizer.state.get(parameter)
-    known = stored_as(parameter, state) if isinstance(state, Mapping) and state else None
-    if known is not None or not state:
-        yield twin_series(place, known or StoredAs(FORMAT_OF[parameter.dtype], "none", "nearest"))
+    if can_report(optimizer) and hasattr(optimizer, "coded_states"):
+        known = _announced(optimizer, parameter)
+    elif isinstance(state, Mapping) and state:
+        known = stored_as(parameter, state) if narrow else None
+    else:  # moments of Adam's form are of the weight's type
+        known = StoredAs(FORMAT_OF[parameter.dtype], "none", "nearest") if narrow else None
+    if known is not None:
+        yield twin_series(place, known)
+
+
+def _announced(optimizer: Any, parameter: Tensor) -> StoredAs | None:
+    """How a reporting optimizer stores second moments, or will after its warm-up; None if in 32 bits."""
+    if optimizer.format_of(parameter) == "bf16":
+        return StoredAs("bf16", "none", rounding_of(optimizer))
+    for role, format, scaling in optimizer.coded_states(parameter):
+        if role == "exp_avg_sq" and is_scaling(scaling):
+            return StoredAs(format, scaling, "stochastic")
+    return None

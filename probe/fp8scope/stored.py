@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fp8scope.bitsandbytes_states import bitsandbytes_codes
 from fp8scope.codes import Codes
@@ -28,12 +29,15 @@ FORMAT_OF = {DTYPES[name]: name for name in ("e4m3", "e5m2", "int8", "bf16")}
 State = Mapping[str, Any]
 
 
+Rounding = Literal["nearest", "stochastic"]
+
+
 class StoredAs(NamedTuple):
     """Format, scaling and rounding of a stored moment, as in its series."""
 
     format: str
     scaling: str
-    rounding: Literal["nearest", "stochastic"]
+    rounding: Rounding
 
 
 class Moments(NamedTuple):
@@ -59,14 +63,22 @@ def codes_of(state: State, key: str) -> Codes | None:
     return torchao_codes(state, key) or bitsandbytes_codes(state, key)
 
 
-def stored_as(parameter: Tensor, state: State) -> StoredAs | None:
-    """How the second moment is stored; None if in 32 bits or more, so that nothing is lost, or not yet."""
+def rounding_of(optimizer: Optimizer) -> Rounding:
+    """How it rounds moments of 16 bits: by chance where it says so (`state_rounding`), else to nearest."""
+    return "stochastic" if getattr(optimizer, "state_rounding", None) == "stochastic" else "nearest"
+
+
+def stored_as(parameter: Tensor, state: State, rounding: Rounding = "nearest") -> StoredAs | None:
+    """How the second moment is stored; None if in 32 bits or more, so that nothing is lost, or not yet.
+
+    rounding: of the optimizer, for moments in 16 bits.
+    """
     if (ours := our_moments(parameter, state)) is not None:
         return None if ours.scaling is None else StoredAs(ours.root_format, ours.scaling, "stochastic")
     if _is_coded(state) and (codes := codes_of(state, "exp_avg_sq")) is not None:
         return StoredAs(codes.format, codes.scaling, "nearest")
     if is_plain(parameter, state) and (name := FORMAT_OF.get(moment(state, "exp_avg_sq").dtype)) is not None:
-        return StoredAs(name, "none", "nearest")
+        return StoredAs(name, "none", rounding)
     return None
 
 

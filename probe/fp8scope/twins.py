@@ -29,7 +29,7 @@ from fp8scope.layers import ParameterPlace
 from fp8scope.our_states import TWINS_ALONE
 from fp8scope.sample import Sample
 from fp8scope.sharding import local
-from fp8scope.stored import Moments, State, StoredAs, may_lose, read_moments, stored_as
+from fp8scope.stored import Moments, State, StoredAs, may_lose, read_moments, rounding_of, stored_as
 from fp8scope.updates import Samples, state_of
 from fp8scope.watch import Watch
 from fp8scope_protocol.series import Series
@@ -138,7 +138,7 @@ class Twins:
                 continue
             for parameter in group["params"]:
                 place = self.samples.places.get(id(parameter))
-                one = stored_as(parameter, state_of(optimizer, parameter))
+                one = stored_as(parameter, state_of(optimizer, parameter), rounding_of(optimizer))
                 if place is not None and one is not None:
                     self.watch.rows.row(twin_series(place, one))
 
@@ -185,7 +185,8 @@ class Twins:
 
     def _report(self, optimizer: Optimizer, sample: Sample, sums: dict[str, Tensor]) -> None:
         """To the rows of second moments, once the step has shown how they are stored."""
-        formats = [stored_as(part.parameter, state_of(optimizer, part.parameter)) for part in sample.parts]
+        formats = [stored_as(part.parameter, state_of(optimizer, part.parameter), rounding_of(optimizer))
+                   for part in sample.parts]
         kept = [i for i, one in enumerate(formats) if one is not None]
         pairs = [(part, one) for part, one in zip(sample.parts, formats, strict=True) if one is not None]
         if pairs:

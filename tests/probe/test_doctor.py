@@ -24,9 +24,12 @@ from fp8scope.scope import Scope
 from fp8scope.testing import MemoryWorker
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.recipes import parse_recipes
+from fp8scope_trainer.adam import Adam
 from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.convert import Conversion, convert
 from fp8scope_trainer.decoder import Decoder, demo
+from fp8scope_trainer.lion import Lion
+from fp8scope_trainer.sgd import SGD
 
 TOKENS = 32
 Job = tuple[nn.Module, Optimizer, Callable[[], torch.Tensor]]
@@ -81,6 +84,27 @@ def test_it_foretells_the_series_of_a_run(job: Callable[[], Job], formats: tuple
     assert found.series == len(record.layout.series)
     assert found.wire_bytes[1] == sum(plane.nbytes for plane in derive(record.tables, record.layout).values())
     assert found.device_bytes == memory + found.series * found.row_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("make", "states"), [
+    (Lion, "fp32"), (Lion, "bf16"), (Lion, "int8"), (AdamW, "fp32"), (AdamW, "bf16"), (AdamW, "fp8"),
+    (AdamW, "int16"), (Adam, "int4"), (SGD, "bf16"), (SGD, "fp8")])
+def test_it_foretells_the_states_of_our_optimizers(make: Any, states: str, dtype: torch.dtype) -> None:
+    """Of a Lion no second moment; in 16 bits rounded by chance; all as the run then has them."""
+    model = nn.Linear(1024, 64).to(dtype)
+    optimizer = make(model.parameters(), states=states)
+    recipes, worker = parse_recipes(("e4m3",)), MemoryWorker()
+    plans = [*plan_layers(model, recipes, tokens=TOKENS), *plan_states(model, [optimizer], recipes)]
+    with Scope(model, (optimizer,), worker=worker, every=1, formats=("e4m3",)) as scope:
+        for _ in range(2):
+            torch.autograd.backward(model(torch.randn(TOKENS, 1024, dtype=dtype)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            scope.step()
+    layout = worker.record(1).layout
+    assert layout is not None
+    assert {plan.series for plan in plans} == set(layout.series)
 
 
 def test_memory_stays_below_a_kibibyte_a_series() -> None:

@@ -300,15 +300,18 @@ def test_updates_have_the_length_of_exact_ones(states: str, decades: int) -> Non
     assert 0.95 < sum(ratios[20:]) / 40 < 1.05
 
 
-@pytest.mark.parametrize(("saver", "loader"), [(AdamW, SGD), (SGD, Lion), (Lion, SGD), (Lion, AdamW)])
+@pytest.mark.parametrize(("saver", "loader"), [(AdamW, SGD), (SGD, Lion), (Lion, SGD), (Lion, AdamW),
+                                               (Adam, AdamW), (AdamW, Adam)])
 def test_states_of_another_rule_are_refused(saver: Any, loader: Any) -> None:
-    """At load, by name, and not in the next step."""
+    """At load, by name, and not in the next step; those of Adam and AdamW too, which look alike."""
     saved, other = (nn.Parameter(torch.ones(64, 64)) for _ in range(2))
     first = saver([saved], lr=1e-3, states="fp32")
     saved.grad = torch.ones_like(saved)
     first.step()
-    with pytest.raises(Invalid, match="must hold the states of"):
+    with pytest.raises(Invalid, match="rule"):
         loader([other], lr=1e-3, states="fp32").load_state_dict(first.state_dict())
+    with pytest.raises(Invalid, match="rule"):
+        loader([{"params": [other], "rule": first.rule.name}])
 
 
 @pytest.mark.parametrize("options", [{"betas": (0.9,)}, {"betas": (0.9, "x")}, {"lr": float("inf")},

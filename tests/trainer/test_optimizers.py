@@ -150,7 +150,9 @@ def test_settings_are_checked() -> None:
     """Each bad setting is refused by name."""
     big = nn.Parameter(torch.zeros(64, 64))
     for make, field in (
-        (lambda: SGD([big], momentum=0.0), "momentum"), (lambda: Lion([big], betas=(1.0, 0.9)), "betas"),
+        (lambda: SGD([big], momentum=1.0), "momentum"),
+        (lambda: SGD([big], momentum=0.0, nesterov=True), "nesterov"),
+        (lambda: Lion([big], betas=(1.0, 0.9)), "betas"),
         (lambda: AdamW([big], block=100, states="int8"), "block"),
         (lambda: AdamW([big], warmup_steps=-1), "warmup_steps"),
         (lambda: AdamW([big], master=True), "master"),

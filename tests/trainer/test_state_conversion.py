@@ -17,8 +17,9 @@ from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.checkpoint import load, save
 from fp8scope_trainer.lion import Lion
-from fp8scope_trainer.moments import columns_of, decode, slots
+from fp8scope_trainer.moments import decode, slots
 from fp8scope_trainer.optimizer import StateOptimizer
+from fp8scope_trainer.place import columns_of
 from fp8scope_trainer.state_conversion import convert_states
 from fp8scope_trainer.state_format import FORMATS, StateFormat
 
@@ -68,6 +69,7 @@ def moments(model: nn.Module, optimizer: StateOptimizer) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         format = StateFormat.of(optimizer.format_of(parameter))
         both = decode(slots(optimizer.state[parameter], optimizer.rule), format, columns_of(parameter.shape))
+        assert both.signed is not None
         found[f"{name}.m"] = both.signed.reshape(parameter.shape).clone()
         if both.square is not None:
             found[f"{name}.r"] = both.square.sqrt().reshape(parameter.shape)

@@ -40,6 +40,8 @@ class Case(NamedTuple):
     """NaN and Inf in a gradient, a row of zero gradients, magnitudes over thirty decades."""
     offset: int = 0
     """Elements after where an allocator would begin."""
+    gap: int = 0
+    """Columns of the whole that other ranks have, after each row."""
 
 
 EVEN = ((16, 128), (8, 1024), (3, 2048), (1, 256))
@@ -65,6 +67,10 @@ CASES = {
     "adamw int4 not finite": Case("adamw", "int4", 64, ((8, 1024),), spoiled=True),
     "adamw bf16 not finite": Case("adamw", "bf16", None, ((8, 1024),), spoiled=True),
     "adamw fp8 anywhere": Case("adamw", "fp8", 128, ((8, 1024), (9, 130)), offset=3, clipped=False),
+    "adamw fp8 cut rows": Case("adamw", "fp8", 128, ((8, 1024), (5, 256)), gap=256),
+    "adamw int8 cut rows beyond 32 bits": Case("adamw", "int8", 256, ((4, 512),), gap=1 << 30),
+    "adamw int4 cut rows anywhere": Case("adamw", "int4", 64, ((8, 192),), gap=64, offset=3),
+    "lion bf16 cut rows": Case("lion", "bf16", None, ((9, 130),), weight=BF16, gradient=BF16, gap=130),
     "adamw fp8 master": Case("adamw", "fp8", 128, ((8, 1024),), weight=BF16, gradient=BF16, master=True),
     "adam fp8": Case("adam", "fp8", 128, ((8, 1024),), clipped=False, factor=2.0),
     "sgd int8": Case("sgd", "int8", 256, ((8, 1024), (9, 130))),
@@ -107,7 +113,9 @@ def begun(shape: tuple[int, int], number: int, case: Case, device: str) -> StepT
     state = new_state(weight, rule, format, exact=False, master=False)
     first = (1 << 32) - shape[0] * shape[1] // 2 + 64 if case.wide else 1000 * number
     whole = gradient(shape, number, case._replace(spoiled=False)).to(device)
+    starts = first + torch.arange(shape[0], device=device) * (shape[1] + case.gap)
     one = StepTensors(weight=weight, gradient=whole, slots=slots(state, rule), stream=number, first=first,
+                      starts=starts if case.gap else None,
                       master=weight.float() if case.master else None)
     update(one, rule, format, by(case, 1))
     return replace(one, gradient=gradient(shape, 50 + number, case).to(device))
@@ -151,9 +159,10 @@ def run(case: Case, device: str) -> list[str]:
 
 def stored(one: StepTensors) -> dict[str, Tensor | None]:
     """What a step writes."""
-    root = one.slots.root
-    return {"weight": one.weight, "master": one.master, "codes": one.slots.signed.codes,
-            "scales": one.slots.signed.scales, "codes of the root": None if root is None else root.codes,
+    signed, root = one.slots
+    assert signed is not None
+    return {"weight": one.weight, "master": one.master, "codes": signed.codes, "scales": signed.scales,
+            "codes of the root": None if root is None else root.codes,
             "scales of the root": None if root is None else root.scales}
 
 

@@ -40,6 +40,7 @@ from fp8scope_trainer.checkpoint_check import RESTORED, check
 from fp8scope_trainer.checkpoint_storage import Content, read, save_content
 from fp8scope_trainer.job import Names, describe
 from fp8scope_trainer.manifest import Job, Manifest
+from fp8scope_trainer.place import filled
 from fp8scope_trainer.rank_agreement import on_all_ranks, on_first_rank
 
 
@@ -166,12 +167,7 @@ def _targets(
 def _target(parameter: Tensor, entry: TensorStorageMetadata, device: torch.device) -> Tensor:
     if not isinstance(parameter, DTensor) or not entry.size:
         return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
-    here, whole = parameter.to_local().shape, parameter.shape
-    size = [here[i] if i < len(whole) and length == whole[i] else length
-            for i, length in enumerate(entry.size)]
-    part = torch.empty(size, dtype=entry.properties.dtype, device=device)
-    return DTensor.from_local(part, parameter.device_mesh, parameter.placements, run_check=False,
-                              shape=entry.size, stride=torch.empty(entry.size, device="meta").stride())
+    return filled(parameter, entry.size, entry.properties.dtype, 0)
 
 
 def _restore_layers(names: Names, histories: Content, saved: Job, changed: Collection[str]) -> None:

@@ -51,11 +51,15 @@ def format_of_group(group: Mapping[str, Any]) -> StateFormat:
 def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
     """`Invalid` where an option of a group would be ignored or cannot work."""
     format_of_group(group)
+    if group["rule"] != rule.name:
+        raise Invalid("rule", group["rule"], f"of this optimizer is {rule.name}")
     if not 0 <= _number("lr", group["lr"]) < math.inf:
         raise Invalid("lr", group["lr"], "must be 0 or more, and finite")
     if rule is SGD:
-        if not 0 < group["momentum"] < 1:
-            raise Invalid("momentum", group["momentum"], "must be in (0, 1)")
+        if not 0 <= group["momentum"] < 1:
+            raise Invalid("momentum", group["momentum"], "must be in [0, 1)")
+        if group["nesterov"] and not group["momentum"]:
+            raise Invalid("nesterov", True, "needs a momentum above 0")
     elif len(group["betas"]) != 2 or not all(0 <= _number("betas", beta) < 1 for beta in group["betas"]):
         raise Invalid("betas", group["betas"], "must be two numbers in [0, 1)")
     if not group.get("eps", 1.0) > 0:
@@ -87,19 +91,24 @@ def check_weights(group: Mapping[str, Any]) -> None:
 
 
 def check_rule(rule: Rule, states: Mapping[Any, Mapping[str, Any]]) -> None:
-    """`Invalid` where saved states are those of another rule. Adam's and AdamW's have the same keys."""
+    """`Invalid` where saved states are not those of the rule. Adam's and AdamW's have the same keys: groups
+    say which it was."""
     wanted = set(rule.keys)
     for state in states.values():
         kept = {key.removesuffix("_exact") for key in state} - {"step", MASTER}
         kept = {key for key in kept if not key.endswith("_scale")}
-        if state and kept != wanted:
+        if state and kept != wanted and (kept or rule is not SGD):  # without a momentum it keeps nothing
             raise Invalid("state_dict", sorted(kept),
                           f"must hold the states of {rule.name}: {sorted(wanted)}")
 
 
 def check_loaded(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
     """`Invalid` where saved groups store their states in another way than this optimizer's."""
-    for field, default in (("states", None), ("block", None), ("master", False)):
+    if not all("states" in group for group in saved):
+        raise Invalid("state_dict", sorted(saved[0]) if saved else None,
+                      "must be of an optimizer of fp8scope_trainer; of torch's AdamW or Adam load "
+                      "torch_states.from_torch(state_dict)")
+    for field, default in (("rule", None), ("states", None), ("block", None), ("master", False)):
         mine = [_asked(group, field, default) for group in own]
         theirs = [_asked(group, field, default) for group in saved]
         if mine != theirs:
@@ -122,7 +131,7 @@ def _chosen(named: Mapping[str, Tensor], overrides: Mapping[str, str]) -> dict[s
         if not matched:
             raise UnknownName("overrides", pattern, named)
         for name in matched:
-            if format.rounds and (reason := exception(named[name].shape)):
+            if reason := exception(named[name], format):
                 raise Invalid("overrides", {pattern: states}, f"{name} {reason}; it can only have fp32")
             chosen[name] = states
     return chosen

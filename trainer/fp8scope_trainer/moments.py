@@ -1,9 +1,7 @@
 """The states of one parameter: their keys, shapes and placements, and the matrix they are seen as.
 
-A parameter is seen as a matrix [R, C]: a vector as one column, experts [E, N, K] as [E N, K], kernels of a
-convolution [O, I, H, W] as [O, I H W]. Element i of the whole tensor, row by row, has index i on every mesh.
-
-Keys of a rule's moments, for exp_avg (exp_avg_sq and momentum_buffer alike):
+A parameter is seen as a matrix [R, C], see `place`. Keys of a rule's moments, for exp_avg (exp_avg_sq and
+momentum_buffer alike):
 
     exp_avg          codes, or values of fp32 and bf16; shaped like the parameter, of int4 [.., ceil(C / 2)]
     exp_avg_scale    fp32 [.., ceil(C / block)], of formats with blocks
@@ -17,19 +15,17 @@ both would have to keep them for ever. With other names a checkpoint of one phas
 the other unnoticed: torch.distributed.checkpoint finds a key missing, where under one name it would cast
 codes to fp32 in silence. `make_states(steps)` brings a fresh optimizer into the phase of a checkpoint.
 
-Only matrices of at least 4,096 elements, in all, leave fp32; decided from the global shape and so alike on
-every mesh.
+Only matrices of at least 4,096 elements, in all, leave fp32, and where columns are cut only those whose parts
+are whole blocks.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fp8scope_protocol.errors import Invalid
+from fp8scope_trainer.place import Place, as_matrix, columns_of, cut_of, filled, local
 from fp8scope_trainer.rounding import hashed, key_of, lower, upper
 from fp8scope_trainer.rules import Moments, Rule, root_of
 from fp8scope_trainer.state_format import Encoded, StateFormat
@@ -50,20 +46,18 @@ class Draw:
     step: int
     stream: int
     """The parameter's number in the optimizer."""
-    first: int
-    """Index of this rank's first element in the whole tensor."""
+    place: Place
 
     def bits(self, like: Tensor, *, weight: bool = False) -> Tensor:
         """Hashes for the elements of `like` [R, C], int64: of moments, or of the weight."""
         key = key_of(seed=self.seed, step=self.step, stream=self.stream, weight=weight)
-        indices = torch.arange(self.first, self.first + like.numel(), device=like.device)
-        return hashed(indices, key).view(like.shape)
+        return hashed(self.place.indices(like), key)
 
 
 class Slots(NamedTuple):
     """Where moments are stored: matrix views of codes and scales (see `state_format.Encoded`)."""
 
-    signed: Encoded
+    signed: Encoded | None
     root: Encoded | None
 
 
@@ -75,32 +69,24 @@ class Stored(NamedTuple):
     encoded: Encoded
 
 
-def exception(shape: torch.Size) -> str:
-    """Why a parameter of this *global* shape keeps fp32 moments; empty if it can have any."""
+def exception(parameter: Tensor, format: StateFormat) -> str:
+    """Why `parameter` keeps fp32 moments where its group asks for `format`; empty if it does not.
+
+    Decided from the *global* shape and the placement, and so alike on every rank.
+    """
+    shape = parameter.shape
+    if not format.rounds:
+        return ""
     if len(shape) < 2:
         return "is no matrix"
     if shape.numel() < SMALLEST_QUANTIZED:
         return f"has fewer than {SMALLEST_QUANTIZED} elements"
-    return ""
-
-
-def columns_of(shape: torch.Size) -> int:
-    """C of the matrix that a tensor of this shape is seen as."""
-    if len(shape) < 2:
-        return 1
-    return shape[-1] if len(shape) < 4 else shape[1:].numel()
-
-
-def as_matrix(tensor: Tensor) -> Tensor:
-    """This rank's part as [R, C]; a view where it is contiguous."""
-    part = local(tensor)
-    columns = columns_of(part.shape)
-    return part.reshape(part.numel() // max(columns, 1), columns)
+    return cut_of(parameter, format.block)
 
 
 def new_state(parameter: Tensor, rule: Rule, format: StateFormat, *, exact: bool, master: bool) -> State:
     """Zero moments with the placement of `parameter`; `exact`: those of the warm-up."""
-    state = {"step": torch.zeros(())}
+    state = {"step": torch.zeros((), device="cpu")}
     for key in rule.keys:
         state |= _zeros(parameter, key, format, root=key == rule.root, exact=exact)
     if master:
@@ -110,14 +96,13 @@ def new_state(parameter: Tensor, rule: Rule, format: StateFormat, *, exact: bool
 
 def slots(state: State, rule: Rule) -> Slots:
     """Views of the moments in `state`: of the exact ones while they are there."""
-    found = [_slot(state, key) for key in rule.keys]
-    return Slots(found[0], found[1] if rule.root else None)
+    return Slots(*(None if key is None else _slot(state, key) for key in (rule.signed, rule.root)))
 
 
 def decode(stored: Slots, format: StateFormat, columns: int) -> Moments:
     """The moments in fp32. m is 0 where r is."""
-    signed = format.decode(stored.signed, columns, root=False)
-    if stored.root is None:
+    signed = None if stored.signed is None else format.decode(stored.signed, columns, root=False)
+    if signed is None or stored.root is None:
         return Moments(signed, None)
     root = format.decode(stored.root, columns, root=True)
     if not format.quantized:
@@ -127,6 +112,8 @@ def decode(stored: Slots, format: StateFormat, columns: int) -> Moments:
 
 def store(into: Slots, moments: Moments, rule: Rule, format: StateFormat, draw: Draw) -> tuple[Stored, ...]:
     """Writes the moments where they belong; says what was encoded."""
+    if rule.signed is None or moments.signed is None:
+        return ()
     bits = draw.bits(moments.signed) if format.rounds else torch.zeros((), dtype=torch.int64)
     done = [Stored(rule.signed, moments.signed, format.encode(moments.signed, upper(bits), root=False))]
     if rule.root is not None and moments.square is not None:
@@ -142,7 +129,7 @@ def store(into: Slots, moments: Moments, rule: Rule, format: StateFormat, draw: 
 
 def end_warm_up(state: State, parameter: Tensor, rule: Rule, format: StateFormat, draw: Draw) -> None:
     """Encodes the exact moments of `state` and lets them go."""
-    exact = decode(slots(state, rule), StateFormat.of("fp32"), columns_of(parameter.shape))
+    exact = decode(slots(state, rule), StateFormat.of("fp32"), columns_of(local(parameter).shape))
     for key in rule.keys:
         del state[f"{key}_exact"]
         state |= _zeros(parameter, key, format, root=key == rule.root, exact=False)
@@ -154,30 +141,6 @@ def is_exact(state: State, rule: Rule) -> bool:
     return f"{rule.signed}_exact" in state
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, sharing its memory; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def first_index(tensor: Tensor) -> int:
-    """Index of the first local element in the whole tensor.
-
-    Rows are dealt out in chunks of ceil(rows / ranks). `Invalid` where this rank's part is not whole rows.
-    """
-    if not isinstance(tensor, DTensor) or not tensor.dim():
-        return 0
-    offset, size = 0, tensor.shape[0]
-    coordinates: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
-    for dimension, (placement, coordinate) in enumerate(zip(tensor.placements, coordinates, strict=True)):
-        if type(placement) is Shard and placement.dim == 0:
-            chunk = -(-size // tensor.device_mesh.size(dimension))
-            start = min(chunk * coordinate, size)
-            offset, size = offset + start, min(chunk, size - start)
-        elif not isinstance(placement, Replicate):
-            raise Invalid("placements", tensor.placements, "rounding needs whole rows: Shard(0) or Replicate")
-    return offset * tensor.shape[1:].numel()
-
-
 def _slot(state: State, key: str) -> Encoded:
     codes, scales = state.get(f"{key}_exact", state.get(key)), state.get(f"{key}_scale")
     assert codes is not None
@@ -187,32 +150,18 @@ def _slot(state: State, key: str) -> Encoded:
 def _zeros(parameter: Tensor, key: str, format: StateFormat, *, root: bool, exact: bool) -> State:
     """The keys of one moment."""
     if exact:
-        return {f"{key}_exact": _filled(parameter, parameter.shape, torch.float32, 0)}
+        return {f"{key}_exact": filled(parameter, parameter.shape, torch.float32, 0)}
     dtype = format.dtype(root=root)
     if not format.quantized:
-        return {key: _filled(parameter, parameter.shape, dtype, 0)}
+        return {key: filled(parameter, parameter.shape, dtype, 0)}
     columns = columns_of(parameter.shape)
     packed = format.stored_columns(columns)
     codes = parameter.shape if packed == columns else _with_columns(parameter.shape, packed)
     scales = _with_columns(parameter.shape, format.blocks(columns))
-    return {key: _filled(parameter, codes, dtype, 0),
-            f"{key}_scale": _filled(parameter, scales, torch.float32, 1)}
+    return {key: filled(parameter, codes, dtype, 0),
+            f"{key}_scale": filled(parameter, scales, torch.float32, 1)}
 
 
 def _with_columns(shape: torch.Size, columns: int) -> torch.Size:
     """Of what has `columns` numbers for each row of a matrix of this shape; rows are dealt out alike."""
     return torch.Size((*(shape[:-1] if len(shape) < 4 else shape[:1]), columns))
-
-
-def _filled(like: Tensor, shape: torch.Size, dtype: torch.dtype, value: int) -> Tensor:
-    """A tensor of the *global* shape with the placement of `like`."""
-    if not isinstance(like, DTensor):
-        return torch.full(shape, value, dtype=dtype, device=like.device)
-    if shape == like.shape:
-        mine = torch.Size(like.to_local().shape)
-    else:  # only the last dimensions differ, and they are whole
-        mine = torch.Size((*like.to_local().shape[:len(shape) - 1], shape[-1]))
-    whole = torch.full(mine, value, dtype=dtype, device=like.device)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(whole, like.device_mesh, like.placements, run_check=False, shape=shape,
-                              stride=stride)

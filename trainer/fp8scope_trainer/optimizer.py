@@ -1,17 +1,19 @@
 """What AdamW, Adam, SGD and Lion share: groups, states in six formats, and one step over all parameters.
 
-A step collects the parameters that share format, scalars and dtypes, and updates them by one call. While an
-observer looks, each parameter is updated by itself, so that what was encoded can be handed over; codes and
-weights are the same. The fp32 warm-up of a group keeps exact moments in its first `warmup_steps` steps and
-encodes them at the end of the last.
+A step collects the parameters that share format and scalars, and updates them by one call; what it finds
+out is kept for the next (see `plan`). While an observer looks, each parameter is updated by itself, so that
+what was encoded can be handed over; codes and weights are the same. The fp32 warm-up of a group keeps exact
+moments in its first `warmup_steps` steps and encodes them at the end of the last.
+
+`states`, `block`, `master` and whether there is a `momentum` may change in the groups of a live optimizer:
+the next step brings the states into what is asked for, from the moments as they were stored. Loading does
+not convert: there a difference is more likely a mistake.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -32,22 +34,20 @@ from fp8scope_trainer.moments import (
     Draw,
     State,
     Stored,
-    as_matrix,
-    columns_of,
     end_warm_up,
     exception,
-    first_index,
     is_exact,
-    local,
     new_state,
     slots,
 )
-from fp8scope_trainer.rules import Rule, Scalars, scalars
+from fp8scope_trainer.place import Place, as_matrix, columns_of, place_of
+from fp8scope_trainer.plan import Call, Plan, parameters_of
+from fp8scope_trainer.reformat import FP32, as_asked, format_in, is_as_asked
+from fp8scope_trainer.rules import Rule, Scalars, rule_of, scalars
 from fp8scope_trainer.state_format import StateFormat
 from fp8scope_trainer.step import ROW, StepTensors, update, update_all
-from fp8scope_trainer.work import Work, work_of
-
-FP32 = StateFormat.of("fp32")
+from fp8scope_trainer.steps import Steps
+from fp8scope_trainer.work import Work
 
 ROLES = {"momentum_buffer": "momentum"}
 """The probe's names of states that are called otherwise there."""
@@ -78,21 +78,12 @@ class StateException:
     reason: str
 
 
-class _Kind(NamedTuple):
-    """What the parameters of one call share."""
-
-    format: StateFormat
-    by: Scalars
-    weight: torch.dtype
-    gradient: torch.dtype
-    device: torch.device
-    master: bool
-
-
 class StateOptimizer(Optimizer):
     """Base of our optimizers. `observer` is set by a probe; `step_stats` is None until the first step."""
 
     rule: ClassVar[Rule]
+    state_rounding: ClassVar[str] = "stochastic"
+    """How states in fewer than 32 bits are rounded, in the probe's words."""
     observer: StateObserver | None
     step_stats: StepStats | None
     grad_scale: Tensor | None
@@ -102,7 +93,7 @@ class StateOptimizer(Optimizer):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._begin()
-        super().__init__(params, defaults)
+        super().__init__(params, defaults | {"rule": self.rule.name})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Copies and pickles hold groups and states; they are observed by nobody."""
@@ -127,20 +118,17 @@ class StateOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        factor = self._gradient_factor()
+        factor, plan = self._gradient_factor(), self._begun()
         elements, rows = 0, []
-        for kind, works in self._collected().items():
+        for call in plan.calls:
+            by = scalars(call.rule, call.group, call.step)
             if self.observer is not None and self.observer.active:
-                rows += [self._shown(kind, one, factor) for one in works]
+                rows += [self._shown(call, by, work, factor) for work in call.works]
             else:
-                rows += update_all([one.tensors for one in works], self.rule, kind.format, kind.by, factor,
-                                   self._tables)
-            elements += sum(one.tensors.weight.numel() for one in works)
-            for one in works:
-                if not (part := local(one.parameter.detach())).is_contiguous():
-                    part.copy_(one.tensors.weight.view(part.shape))
-                one.release()
-        self._end_warm_ups()
+                rows += update_all(call.tensors, call.rule, call.format, by, factor, self._tables)
+            elements += call.elements
+        plan.end()
+        self._end_warm_ups(plan)
         self.step_stats = _stats(rows, elements, has_root=self.rule.root is not None)
         return loss
 
@@ -153,7 +141,7 @@ class StateOptimizer(Optimizer):
         """
         if not max_norm > 0:
             raise Invalid("max_norm", max_norm, "must be above 0")
-        gradients = [p.grad for _, _, p in self._parameters() if p.grad is not None]
+        gradients = [grad for p in parameters_of(self.param_groups) if (grad := p.grad) is not None]
         norm: Tensor = nn.utils.get_total_norm(gradients)
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
         self.grad_scale = (norm / max_norm).clamp(min=1.0)
@@ -169,7 +157,9 @@ class StateOptimizer(Optimizer):
         exist and its fp32 warm-up is over."""
         for _, group, known in self._parameters():
             if known is parameter:
-                return _format(group, parameter).name
+                state, rule = self.state.get(parameter, {}), rule_of(self.rule, group)
+                found = None if is_exact(state, rule) else format_in(state, parameter, rule)
+                return (found or _format(group, parameter)).name
         raise Invalid("parameter", tuple(parameter.shape), "is not one of this optimizer's")
 
     def coded_states(self, parameter: Tensor) -> tuple[tuple[str, str, str], ...]:
@@ -178,7 +168,7 @@ class StateOptimizer(Optimizer):
             if known is parameter and (format := _format(group, parameter)).quantized:
                 scaling = format.scaling(columns_of(parameter.shape))
                 return tuple((ROLES.get(key, key), format.code_name(root=key == self.rule.root), scaling)
-                             for key in self.rule.keys)
+                             for key in rule_of(self.rule, group).keys)
         return ()
 
     @property
@@ -186,7 +176,7 @@ class StateOptimizer(Optimizer):
         """Every parameter that keeps fp32 moments although its group asks for others, and why."""
         found = []
         for stream, group, parameter in self._parameters():
-            if group["states"] != "fp32" and (reason := exception(parameter.shape)):
+            if rule_of(self.rule, group).keys and (reason := exception(parameter, format_of_group(group))):
                 found.append(StateException(name=self._name(stream), shape=tuple(parameter.shape),
                                             asked=group["states"], reason=reason))
         return tuple(found)
@@ -202,11 +192,13 @@ class StateOptimizer(Optimizer):
             state = self._new_state(group, parameter, steps)
             state["step"].fill_(steps)
             self.state[parameter] = state
+        self._forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but everything keeps its dtype, and nothing is shared with `state_dict`.
 
-        torch casts every state to the parameter's dtype, codes too, and shares `step`.
+        torch casts every state to the parameter's dtype, codes too, and shares `step`. `Invalid` for states
+        of another rule, or stored in another way. For torch's own there is `torch_states.from_torch`.
         """
         check_loaded(self.param_groups, state_dict["param_groups"])
         check_rule(self.rule, state_dict["state"])
@@ -216,13 +208,20 @@ class StateOptimizer(Optimizer):
             for key, default in self.defaults.items():
                 group.setdefault(key, default)  # of options that were not there when it was saved
             for key, value in state_dict["state"].get(number, {}).items():
-                device = value.device if key == "step" else parameter.device
-                self.state[parameter][key] = value.to(device, copy=True).contiguous()
+                kept = torch.as_tensor(value)  # `step` may be a number
+                device = torch.device("cpu") if key == "step" else parameter.device
+                self.state[parameter][key] = kept.to(device, copy=True).contiguous()
+        self._forget()
 
     def _begin(self) -> None:
         self.observer, self.step_stats, self.grad_scale = None, None, None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Holds no tensor of earlier steps any more."""
         self._tables: dict[Any, Any] = {}
         self._works: dict[Tensor, Work] = {}
+        self._plan: Plan | None = None
 
     def _gradient_factor(self) -> Tensor | None:
         """1 / grad_scale, if that is not one that an earlier step has used."""
@@ -239,66 +238,90 @@ class StateOptimizer(Optimizer):
             group.get("param_names", [""] * len(group["params"])) for group in self.param_groups))
         return names[stream] or str(stream)
 
-    def _collected(self) -> dict[_Kind, list[Work]]:
-        """What there is to do, by call, in the order of the parameters."""
-        kinds: dict[_Kind, list[Work]] = defaultdict(list)
-        known: dict[tuple[int, int], Scalars] = {}
-        formats: dict[tuple[int, torch.Size], StateFormat] = {}
-        for stream, group, parameter in self._parameters():
-            if parameter.grad is None:
-                continue
-            if parameter.grad.layout != torch.strided:
-                raise Invalid("grad.layout", str(parameter.grad.layout),
-                              f"of parameter {self._name(stream)} must be dense")
-            state: State = self.state[parameter]
-            if not state:
-                state.update(self._new_state(group, parameter, 0))
-            state["step"] += 1
-            step = int(state["step"].item())
-            if (id(group), step) not in known:
-                known[id(group), step] = scalars(self.rule, group, step)
-            if (place := (id(group), parameter.shape)) not in formats:
-                formats[place] = _format(group, parameter)
-            format = FP32 if is_exact(state, self.rule) else formats[place]
-            work = work_of(self._works, parameter, state,
-                           partial(self._tensors, parameter, state, stream, format))
-            tensors = work.tensors
-            kind = _Kind(format, known[id(group), step], tensors.weight.dtype, tensors.gradient.dtype,
-                         tensors.weight.device, tensors.master is not None)
-            kinds[kind].append(work)
-        return kinds
+    def _begun(self) -> Plan:
+        """What there is to do now, counted as done."""
+        gradients = [parameter.grad for parameter in parameters_of(self.param_groups)]
+        plan = self._plan
+        if plan is None or not plan.holds(self.param_groups, self.state, gradients):
+            self._plan = None
+            self._bring_states()
+            plan = self._plan = self._planned(gradients, None if plan is None else plan.steps)
+        if not plan.begin(gradients):
+            for number, gradient in enumerate(gradients):
+                if gradient is not None and gradient.layout != torch.strided:
+                    raise Invalid("grad.layout", str(gradient.layout),
+                                  f"of parameter {self._name(number)} must be dense")
+        return plan
 
-    def _tensors(self, parameter: Tensor, state: State, stream: int, format: StateFormat) -> StepTensors:
+    def _bring_states(self) -> None:
+        """Makes the states that are missing, and brings those that are there into what their groups ask."""
+        for stream, group, parameter in self._parameters():
+            state: State = self.state.get(parameter, {})
+            if not state:
+                if parameter.grad is not None:
+                    self.state[parameter] = self._new_state(group, parameter, 0)
+                continue
+            rule, format, master = rule_of(self.rule, group), _format(group, parameter), group["master"]
+            if not is_as_asked(state, parameter, rule, format, master=master):
+                self.state[parameter] = as_asked(state, parameter, rule, format,
+                                                 self._draw(group, parameter, state, stream), master=master)
+
+    def _planned(self, gradients: Sequence[Tensor | None], steps: Steps | None) -> Plan:
+        """The calls of a step, in the order of the parameters. steps: those known from before."""
+        if steps is None or not steps.are_of(self.state.values()):
+            steps = Steps(self.state.values())
+        calls: dict[Any, Call] = {}
+        for stream, group, parameter in self._parameters():
+            if gradients[stream] is None:
+                continue
+            state, rule = self.state[parameter], rule_of(self.rule, group)
+            exact, step = is_exact(state, rule), int(state["step"].item())
+            work = self._work(parameter, state, stream, rule, FP32 if exact else _format(group, parameter))
+            key = (id(group), work.format, exact, step, work.tensors.weight.device)
+            if key not in calls:
+                calls[key] = Call(group=group, rule=rule, format=work.format, exact=exact, step=step)
+            calls[key].add(work)
+        return Plan(self.param_groups, self.state, gradients, list(calls.values()), steps)
+
+    def _work(self, parameter: Tensor, state: State, stream: int, rule: Rule, format: StateFormat) -> Work:
+        known = self._works.get(parameter)
+        if known is not None and known.holds(state, stream, rule, format):
+            return known
         master = state.get(MASTER)
+        weight = as_matrix(parameter.detach())
         rounds = format.rounds or (parameter.dtype != torch.float32 and master is None)
-        assert parameter.grad is not None
-        return StepTensors(
-            weight=as_matrix(parameter.detach()), gradient=as_matrix(parameter.grad),
-            slots=slots(state, self.rule), master=None if master is None else as_matrix(master),
-            stream=stream, first=first_index(parameter) if rounds else 0,
-        )
+        place = place_of(parameter) if rounds else Place(0)
+        tensors = StepTensors(
+            weight=weight, gradient=weight, slots=slots(state, rule),
+            master=None if master is None else as_matrix(master), stream=stream, first=place.first,
+            starts=place.starts)
+        made = self._works[parameter] = Work(parameter, state, rule, format, tensors)
+        return made
 
     def _new_state(self, group: dict[str, Any], parameter: Tensor, steps: int) -> State:
         format = _format(group, parameter)
         exact = format.rounds and steps < group["warmup_steps"]
-        return new_state(parameter, self.rule, format, exact=exact, master=group["master"])
+        rule = rule_of(self.rule, group)
+        return new_state(parameter, rule, format, exact=exact, master=group["master"])
 
-    def _shown(self, kind: _Kind, work: Work, factor: Tensor | None) -> Tensor:
+    def _draw(self, group: Mapping[str, Any], parameter: Tensor, state: State, stream: int) -> Draw:
+        return Draw(seed=group["seed"], step=int(state["step"].item()), stream=stream,
+                    place=place_of(parameter))
+
+    def _shown(self, call: Call, by: Scalars, work: Work, factor: Tensor | None) -> Tensor:
         """Updates one parameter and hands over what was encoded."""
-        row, stored = update(work.tensors, self.rule, kind.format, kind.by, factor)
+        row, stored = update(work.tensors, call.rule, call.format, by, factor)
         for one in stored:
-            self._show(work.parameter, kind.format, one)
+            self._show(work.parameter, call.format, one)
         return row
 
-    def _end_warm_ups(self) -> None:
-        for stream, group, parameter in self._parameters():
-            state: State = self.state.get(parameter, {})
-            if not state or not is_exact(state, self.rule):
-                continue
-            step = int(state["step"].item())
-            if step >= group["warmup_steps"]:
-                draw = Draw(seed=group["seed"], step=step, stream=stream, first=first_index(parameter))
-                end_warm_up(state, parameter, self.rule, _format(group, parameter), draw)
+    def _end_warm_ups(self, plan: Plan) -> None:
+        for call in plan.calls:
+            if call.exact and call.step >= call.group["warmup_steps"]:
+                for work in call.works:
+                    draw = self._draw(call.group, work.parameter, work.state, work.tensors.stream)
+                    format = _format(call.group, work.parameter)
+                    end_warm_up(work.state, work.parameter, call.rule, format, draw)
 
     def _show(self, parameter: Tensor, format: StateFormat, one: Stored) -> None:
         assert self.observer is not None
@@ -311,9 +334,10 @@ class StateOptimizer(Optimizer):
             codes=format.unpacked(one.encoded.codes, columns, root=root))
 
 
-def _format(group: dict[str, Any], parameter: Tensor) -> StateFormat:
+def _format(group: Mapping[str, Any], parameter: Tensor) -> StateFormat:
     """What the moments of a parameter are stored in after the warm-up."""
-    return FP32 if exception(parameter.shape) else format_of_group(group)
+    format = format_of_group(group)
+    return FP32 if exception(parameter, format) else format
 
 
 def _stats(rows: list[Tensor], elements: int, *, has_root: bool) -> StepStats | None:

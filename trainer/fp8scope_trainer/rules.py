@@ -5,6 +5,7 @@
             w = w (1 - lr wd) - lr u                        (decoupled decay; Loshchilov & Hutter 2019)
     Adam    the same with g + wd w in place of g, and without the decay of w    (Kingma & Ba 2015, L2)
     SGD     g = g + wd w      b = mu b + g      u = b, or g + mu b with nesterov      w = w - lr u
+            of a group with momentum 0: u = g, and nothing is kept
     Lion    u = sign(b1 m + (1 - b1) g)      w = w (1 - lr wd) - lr u      m = b2 m + (1 - b2) g
                                                             (Chen et al. 2023, algorithm 2)
 
@@ -30,19 +31,21 @@ class Rule:
     """What a rule keeps: the keys of its states, the signed one first; `root` holds sqrt(v)."""
 
     name: str
-    signed: str
+    signed: str | None = None
     root: str | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Of the states."""
-        return (self.signed,) if self.root is None else (self.signed, self.root)
+        return tuple(key for key in (self.signed, self.root) if key is not None)
 
 
 ADAMW = Rule(name="adamw", signed="exp_avg", root="exp_avg_sq")
 ADAM = Rule(name="adam", signed="exp_avg", root="exp_avg_sq")
 SGD = Rule(name="sgd", signed="momentum_buffer")
 LION = Rule(name="lion", signed="exp_avg")
+PLAIN = Rule(name="sgd")
+"""SGD without momentum."""
 
 RULES = {rule.name: rule for rule in (ADAMW, ADAM, SGD, LION)}
 
@@ -73,8 +76,8 @@ class Scalars:
 class Moments(NamedTuple):
     """fp32, shaped like the weight."""
 
-    signed: Tensor
-    """m, or the momentum."""
+    signed: Tensor | None
+    """m, or the momentum; None of `PLAIN`."""
     square: Tensor | None
     """v; None where the rule has none."""
 
@@ -88,12 +91,17 @@ class Moved(NamedTuple):
     """u before clipping, in units of lr."""
 
 
+def rule_of(rule: Rule, group: Mapping[str, Any]) -> Rule:
+    """What of a rule a group of these options needs."""
+    return PLAIN if rule is SGD and not group["momentum"] else rule
+
+
 def scalars(rule: Rule, group: Mapping[str, Any], step: int) -> Scalars:
     """Of the options of a group at step t >= 1."""
     lr, decay = float(group["lr"]), float(group["weight_decay"])
     common: dict[str, Any] = {"lr": _fp32(lr), "decay": _fp32(1 - lr * decay), "weight_decay": _fp32(decay),
                               "seed": group["seed"], "step": step}
-    if rule is SGD:
+    if rule.name == SGD.name:
         return Scalars(**common, keep=(_fp32(group["momentum"]), 0.0), nesterov=bool(group["nesterov"]))
     b1, b2 = (float(beta) for beta in group["betas"])
     betas: dict[str, Any] = {"keep": (_fp32(b1), _fp32(b2)), "take": (_fp32(1 - b1), _fp32(1 - b2))}
@@ -105,11 +113,12 @@ def scalars(rule: Rule, group: Mapping[str, Any], step: int) -> Scalars:
 
 
 def move(
-    rule: Rule, weight: Tensor, gradient: Tensor, signed: Tensor, square: Tensor | None, by: Scalars
+    rule: Rule, weight: Tensor, gradient: Tensor, signed: Tensor | None, square: Tensor | None, by: Scalars
 ) -> Moved:
     """One step; all tensors fp32 of one shape. Nothing is changed in place."""
-    if rule is SGD:
+    if rule.name == SGD.name:
         return _sgd(weight, gradient, signed, by)
+    assert signed is not None
     if rule is LION:
         return _lion(weight, gradient, signed, by)
     assert square is not None
@@ -126,8 +135,10 @@ def _adam(rule: Rule, weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, by
     return Moved((weight * by.decay if rule is ADAMW else weight) - change, Moments(m, v), direction)
 
 
-def _sgd(weight: Tensor, gradient: Tensor, buffer: Tensor, by: Scalars) -> Moved:
+def _sgd(weight: Tensor, gradient: Tensor, buffer: Tensor | None, by: Scalars) -> Moved:
     gradient = gradient + weight * by.weight_decay
+    if buffer is None:
+        return Moved(weight - gradient * by.lr, Moments(None, None), gradient)
     buffer = buffer * by.keep[0] + gradient
     direction = gradient + buffer * by.keep[0] if by.nesterov else buffer
     return Moved(weight - direction * by.lr, Moments(buffer, None), direction)

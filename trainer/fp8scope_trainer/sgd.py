@@ -1,4 +1,4 @@
-"""SGD with momentum, torch's form: the buffer is not damped and lr stays outside of it."""
+"""SGD, torch's form: the buffer is not damped and lr stays outside of it."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +8,7 @@ from fp8scope_trainer.rules import SGD as RULE
 
 
 class SGD(StateOptimizer):
-    """`momentum` is above 0: without it there is no state to store, and torch.optim.SGD does the same.
+    """A group with `momentum` 0 has no moments, and `states` says nothing of it.
 
     The other options as of `adamw.AdamW`; the update is not clipped.
     """

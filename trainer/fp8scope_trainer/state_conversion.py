@@ -21,19 +21,10 @@ from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.convert import is_head
 from fp8scope_trainer.job import parsed, shown, stored_dtypes
 from fp8scope_trainer.manifest import Job, Optimized
-from fp8scope_trainer.moments import (
-    MASTER,
-    Draw,
-    State,
-    columns_of,
-    decode,
-    exception,
-    is_exact,
-    new_state,
-    slots,
-    store,
-)
-from fp8scope_trainer.rules import RULES, Rule
+from fp8scope_trainer.moments import MASTER, Draw, State, exception, is_exact
+from fp8scope_trainer.place import Place
+from fp8scope_trainer.reformat import FP32, reformatted
+from fp8scope_trainer.rules import RULES, Rule, rule_of
 from fp8scope_trainer.state_format import StateFormat
 from fp8scope_trainer.whole_checkpoint import (
     COMMON,
@@ -50,7 +41,6 @@ KINDS = ("fp8scope", "dcp", "torch")
 EMBEDDING_NAMES = frozenset({"embed", "embedding", "embeddings", "embed_tokens", "tok_embeddings", "wte",
                              "wpe"})
 """Last part of the names of embeddings, for checkpoints that do not say which those are."""
-FP32 = StateFormat.of("fp32")
 
 
 def convert_states(
@@ -107,12 +97,13 @@ def _converted(whole: Whole, wanted: StateFormat) -> Whole:
     rule, states, optimized = RULES[job.rule], {}, {}
     for number, (name, known) in enumerate(job.optimized.items()):
         weight = whole.content["model"][name]
-        format = FP32 if _stays(job, name, known, weight) else wanted
+        format = FP32 if _stays(job, name, known, weight, wanted) else wanted
         group = job.groups[known.group]
         if state := whole.states.get(name):
             seed = int(group.get("seed", 0))
-            draw = Draw(seed=seed, step=int(state["step"]), stream=number, first=0)
-            states[name] = _state(state, weight, rule, (parsed(known.states), format), group, draw)
+            draw = Draw(seed=seed, step=int(state["step"]), stream=number, place=Place(0))
+            states[name] = _state(state, weight, rule_of(rule, group), (parsed(known.states), format), group,
+                                  draw)
         optimized[name] = Optimized(number=None, group=known.group, states=shown(format),
                                     stored=stored_dtypes(states.get(name, {})))
     groups = [options | _group_format(number, optimized, wanted) for number, options in enumerate(job.groups)]
@@ -131,15 +122,11 @@ def _state(
         before = FP32
     elif before == after:
         return state
-    moments = decode(slots(state, rule), before, columns_of(weight.shape))
-    new = new_state(weight, rule, after, exact=exact, master=False)
-    store(slots(new, rule), moments, rule, FP32 if exact else after, draw)
-    new["step"] = state["step"]
-    return new | ({MASTER: state[MASTER]} if MASTER in state else {})
+    return reformatted(state, weight, rule, before, after, draw, exact=exact)
 
 
-def _stays(job: Job, name: str, known: Optimized, weight: Tensor) -> bool:
-    if exception(weight.shape):
+def _stays(job: Job, name: str, known: Optimized, weight: Tensor, wanted: StateFormat) -> bool:
+    if exception(weight, wanted):
         return True
     layer = name.rpartition(".")[0]
     is_kept = name in job.embeddings or is_head(layer) or (

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8scope_trainer.moments import Draw, Slots, Stored, decode, store
+from fp8scope_trainer.place import Place
 from fp8scope_trainer.rounding import round_bf16, upper
 from fp8scope_trainer.rules import Moved, Rule, Scalars, move
 from fp8scope_trainer.state_format import StateFormat
@@ -32,13 +33,12 @@ sum (lr u)^2, clipped; sum w^2 before the step."""
 class StepTensors:
     """What one step reads and writes of one parameter: this rank's part, seen as a matrix [R, C].
 
-    From step to step the gradient may be replaced by one of the same kind: dtype, contiguous or not, begun at
-    a multiple of 16 bytes or not."""
+    From step to step only the gradient may be replaced."""
 
     weight: Tensor
     """[R, C], a view of the parameter where that is contiguous; fp32, bf16, or with a master fp16."""
     gradient: Tensor
-    """[R, C], fp32 or 16 bits."""
+    """fp32 or 16 bits, [R, C] or the same elements in another shape."""
     slots: Slots
     master: Tensor | None
     """fp32 [R, C]"""
@@ -46,6 +46,8 @@ class StepTensors:
     """The parameter's number in the optimizer."""
     first: int
     """Index of the first element in the whole tensor."""
+    starts: Tensor | None = None
+    """Of the first of each row, where not all elements follow one another; see `place.Place`."""
 
 
 def update_all(
@@ -72,14 +74,15 @@ def update(
 
     gradient_factor: fp32 [] or [1]; what the gradient is multiplied by first.
     """
-    gradient = tensors.gradient.float()
+    gradient = tensors.gradient.reshape(tensors.weight.shape).float()
     if gradient_factor is not None:
         gradient = gradient * gradient_factor
     weight = tensors.weight.float() if tensors.master is None else tensors.master
     old = decode(tensors.slots, format, weight.shape[1])
     moved = move(rule, weight, gradient, *old, by)
     row = _row(weight, moved, by)
-    draw = Draw(seed=by.seed, step=by.step, stream=tensors.stream, first=tensors.first)
+    draw = Draw(seed=by.seed, step=by.step, stream=tensors.stream,
+                place=Place(tensors.first, tensors.starts))
     stored = store(tensors.slots, moved.moments, rule, format, draw)
     if tensors.master is not None:
         tensors.master.copy_(moved.weight)
@@ -95,8 +98,9 @@ def _row(weight: Tensor, moved: Moved, by: Scalars) -> Tensor:
         return torch.zeros(len(ROW), device=weight.device)
     size = moved.direction.abs()
     lost = weight.new_zeros(())
-    if moved.moments.square is not None:
-        lost = ((moved.moments.square == 0) & (moved.moments.signed != 0)).sum().float()
+    signed, square = moved.moments
+    if signed is not None and square is not None:
+        lost = ((square == 0) & (signed != 0)).sum().float()
     return torch.stack((
         size.amax(), lost, (size > by.clip).sum().float(),
         size.clamp(max=by.clip).square().sum() * by.lr**2, weight.square().sum(),

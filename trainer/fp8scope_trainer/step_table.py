@@ -2,12 +2,17 @@
 
 A table stays there for as long as addresses stay. Gradients come and go with every step and have a row of
 their own, uploaded when it has changed: a copy of 8 bytes a parameter that nothing waits for.
+
+A parameter whose columns are cut over ranks has a line for each of its rows: the kernel numbers the elements
+of a line one after the other, and those of the whole have other ranks' between them.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import attrgetter, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +29,10 @@ from fp8scope_trainer.step_kernel import step_kernel
 FLAT = 128
 """Elements of a row of a tile where states have no blocks."""
 
+ALIGNMENT = 16
+"""Bytes of a wide access."""
+
+_DTYPE = attrgetter("dtype")
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 _CODES = _TYPES | {torch.float8_e4m3fn: tl.float8e4nv, torch.int16: tl.int16, torch.int8: tl.int8,
                    torch.uint8: tl.uint8}
@@ -57,11 +66,16 @@ class Kind:
     even: bool
     aligned: bool
     master: bool
+    cut: bool = False
+    """Rows have a line in the table each, since their elements do not follow one another in the whole."""
 
 
 def kind_of(one: StepTensors, rule: Rule, format: StateFormat, by: Scalars) -> Kind | None:
     """The kind of launch that takes it; None if there is none, and it is left to the reference."""
     moving, columns, block = _moving(one), one.weight.shape[1], format.block
+    cut = one.starts is not None
+    if one.slots.signed is None or (cut and block and columns % block):
+        return None
     tensors = [moving, one.gradient, *(x for slot in one.slots if slot is not None for x in slot
                                        if x is not None)]
     if not all(x.is_contiguous() for x in tensors) or not 0 < columns < 1 << 26 or not moving.numel():
@@ -69,10 +83,11 @@ def kind_of(one: StepTensors, rule: Rule, format: StateFormat, by: Scalars) -> K
     if not {moving.dtype, one.gradient.dtype} <= _TYPES.keys():
         return None
     even = not block or columns % block == 0
-    aligned = all(x.data_ptr() % 16 == 0 for x in tensors) and (even or columns % 16 == 0)
+    aligned = all(x.data_ptr() % ALIGNMENT == 0 for x in tensors) and (
+        columns % 16 == 0 if cut else even or columns % 16 == 0)
     return Kind(rule="nesterov" if by.nesterov else rule.name, format=format.name, block=block or FLAT,
                 weight=moving.dtype, gradient=one.gradient.dtype, even=even, aligned=aligned,
-                master=one.master is not None)
+                master=one.master is not None, cut=cut)
 
 
 class StepTable:
@@ -87,47 +102,67 @@ class StepTable:
                         "enable_fp_fusion": False}
         if shape.registers:
             self.options["maxnreg"] = shape.registers
-        tiles = [self._tiles(one) for one in tensors]
-        programs = torch.tensor(tiles)
-        self.programs = sum(tiles)
+        lines = _rows(tensors) if kind.cut else _wholes(tensors)
+        if kind.even:
+            lines[5] *= lines[6]
+        programs = self._programs(lines[5], lines[6])
+        self.programs, self.parts = int(programs.sum()), lines.shape[1]
         self._gradients: list[int] = []
-        self._wide = any(one.first + one.weight.numel() > 1 << 32 for one in tensors)
-        table = torch.tensor([
-            *zip(*(_addresses(one) for one in tensors), strict=True),
-            [one.weight.numel() if kind.even else one.weight.shape[0] for one in tensors],
-            [one.weight.shape[1] for one in tensors], [one.stream for one in tensors],
-            [one.first for one in tensors], (programs.cumsum(0) - programs).tolist()])
-        each = torch.repeat_interleave(torch.arange(len(tensors), dtype=torch.int32), programs)
+        self._wide = bool((lines[8] + lines[5] * (1 if kind.even else lines[6]) > 1 << 32).any())
+        table = torch.cat((lines, (programs.cumsum(0) - programs)[None]))
+        each = torch.repeat_interleave(torch.arange(self.parts, dtype=torch.int32), programs)
         self._table = table.to(self.device, non_blocking=True)
         self._each = each.to(self.device, non_blocking=True)
+        self._of = _gradient_rows(tensors).to(self.device, non_blocking=True) if kind.cut else None
 
-    def _tiles(self, one: StepTensors) -> int:
-        (rows, columns), block = one.weight.shape, self.kind.block
+    def _programs(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Of each line; rows: if even, elements."""
         if self.kind.even:
-            return -(-rows * columns // (self.rows * block * self.turns))
-        return -(-(-(-rows // self.rows) * -(-columns // block)) // self.turns)
+            return -(-rows // (self.rows * self.kind.block * self.turns))
+        tiles = -(-rows // self.rows) * -(-columns // self.kind.block)
+        return -(-tiles // self.turns)
 
-    def step(self, tensors: Sequence[StepTensors], by: Scalars,
-             gradient_factor: Tensor | None = None) -> Tensor:
-        """One step of the table's parameters. Returns one row of `step.ROW` for all of them, fp32 [5]."""
-        gradients = [one.gradient.data_ptr() for one in tensors]
+    def _placed(self, gradients: list[int]) -> Tensor:
+        """Addresses of the gradients of each line, on the device."""
+        found = torch.tensor(gradients).to(self.device, non_blocking=True)
+        return found if self._of is None else found[self._of[0]] + self._of[1]
+
+    def step(self, tensors: Sequence[StepTensors], by: Scalars, gradient_factor: Tensor | None = None,
+             gradients: list[int] | None = None) -> Tensor:
+        """One step of the table's parameters. Returns one row of `step.ROW` for all of them, fp32 [5].
+
+        gradients: what `gradients` says of them.
+        """
+        if gradients is None:
+            gradients = self.gradients(tensors)
+            assert gradients is not None
         if gradients != self._gradients:
             self._gradients = gradients
-            self._gradient = torch.tensor(gradients).to(self.device, non_blocking=True)
+            self._gradient = self._placed(gradients)
         out = torch.empty((len(ROW), self.programs), device=self.device)
         decay = by.decay if self.kind.rule in ("adamw", "lion") else by.weight_decay
         numbers = (by.lr, decay, by.keep[0], by.take[0], by.keep[1], by.take[1], *by.correction, by.eps,
                    by.clip)
         _step(self.programs, self._table, self._gradient, self._each,
-              self._table if gradient_factor is None else gradient_factor, out, len(tensors),
+              self._table if gradient_factor is None else gradient_factor, out, self.parts,
               _signed(key_of_step(by.seed, by.step)), *map(float, numbers),
               constants=self.constants(by, scaled=gradient_factor is not None), **self.options)
-        masters = [one.master for one in tensors if one.master is not None]
-        if masters:
+        if self.kind.master:
+            masters = [one.master for one in tensors if one.master is not None]
             torch._foreach_copy_([one.weight for one in tensors], masters)
         sums = out[1:].sum(dim=1)
         sums[2] *= by.lr**2
         return torch.cat((out[:1].amax(dim=1), sums))
+
+    def gradients(self, tensors: Sequence[StepTensors]) -> list[int] | None:
+        """Addresses of the gradients, which may be others in every step; None where one is not of the table's
+        kind any more."""
+        gradients = [one.gradient for one in tensors]
+        if set(map(_DTYPE, gradients)) != {self.kind.gradient} or not all(
+                map(Tensor.is_contiguous, gradients)):
+            return None
+        addresses = list(map(Tensor.data_ptr, gradients))
+        return None if self.kind.aligned and reduce(or_, addresses) % ALIGNMENT else addresses
 
     def constants(self, by: Scalars, *, scaled: bool) -> dict[str, Any]:
         """What a launch is compiled for, in the kernel's order."""
@@ -154,17 +189,33 @@ def update_all(
     if gradient_factor is not None:
         gradient_factor = gradient_factor.to(tensors[0].weight.device, torch.float32)
     key = (rule.name, by.nesterov, *map(id, tensors))  # alive for as long as the table holds them
-    if key not in tables:
+    launches = tables.get(key)
+    found = None if launches is None else _gradients(launches, rule, format, by)
+    if launches is None or found is None:
         if len(tables) >= _KEPT:
             tables.clear()
-        tables[key] = _launches(tensors, rule, format, by)
+        launches = tables[key] = _launches(tensors, rule, format, by)
+        found = [None] * len(launches)
     rows = []
-    for table, some in tables[key]:
+    for (table, some), gradients in zip(launches, found, strict=True):
         if table is None:
             rows += [update(one, rule, format, by, gradient_factor)[0] for one in some]
         else:
-            rows.append(table.step(some, by, gradient_factor))
+            rows.append(table.step(some, by, gradient_factor, gradients))
     return rows
+
+
+def _gradients(
+    launches: list[tuple[StepTable | None, list[StepTensors]]], rule: Rule, format: StateFormat, by: Scalars
+) -> list[list[int] | None] | None:
+    """`StepTable.gradients` of each launch; None if other gradients need others."""
+    found: list[list[int] | None] = []
+    for table, some in launches:
+        gradients = None if table is None else table.gradients(some)
+        if gradients is None if table else any(kind_of(one, rule, format, by) for one in some):
+            return None
+        found.append(gradients)
+    return found
 
 
 def _launches(
@@ -181,12 +232,44 @@ def _moving(one: StepTensors) -> Tensor:
     return one.weight if one.master is None else one.master
 
 
-def _addresses(one: StepTensors) -> tuple[int, ...]:
-    """Of the weight that moves, and of codes and scales of both moments, 0 for what there is not."""
-    root = one.slots.root
-    return tuple(0 if x is None else x.data_ptr() for x in (
-        _moving(one), one.slots.signed.codes, None if root is None else root.codes, one.slots.signed.scales,
-        None if root is None else root.scales))
+def _tensors(one: StepTensors) -> tuple[Tensor | None, ...]:
+    """The weight that moves, and codes and scales of both moments."""
+    (m, ms), (v, vs) = ((None, None) if slot is None else slot for slot in one.slots)
+    return _moving(one), m, v, ms, vs
+
+
+def _wholes(tensors: Sequence[StepTensors]) -> Tensor:
+    """A line for each, int64 [9, lines]: addresses, 0 of what there is not, rows, columns, stream, first."""
+    addresses = ([0 if x is None else x.data_ptr() for x in _tensors(one)] for one in tensors)
+    return torch.tensor([(*found, *one.weight.shape, one.stream, one.first)
+                         for found, one in zip(addresses, tensors, strict=True)]).t().contiguous()
+
+
+def _rows(tensors: Sequence[StepTensors]) -> Tensor:
+    """A line for each row of each."""
+    found = []
+    for one in tensors:
+        assert one.starts is not None
+        rows = torch.arange(one.weight.shape[0])
+        lines = [torch.zeros_like(rows) if x is None else x.data_ptr() + rows * _row_bytes(x)
+                 for x in _tensors(one)]
+        numbers = (1, one.weight.shape[1], one.stream)
+        found.append(torch.stack((*lines, *(torch.full_like(rows, x) for x in numbers), one.starts.cpu())))
+    return torch.cat(found, dim=1)
+
+
+def _gradient_rows(tensors: Sequence[StepTensors]) -> Tensor:
+    """int64 [2, lines]: which gradient each row is of, and how many bytes after its begin."""
+    found = []
+    for number, one in enumerate(tensors):
+        rows = torch.arange(one.weight.shape[0])
+        size = one.weight.shape[1] * one.gradient.element_size()
+        found.append(torch.stack((torch.full_like(rows, number), rows * size)))
+    return torch.cat(found, dim=1)
+
+
+def _row_bytes(matrix: Tensor) -> int:
+    return matrix.shape[1] * matrix.element_size()
 
 
 def _signed(key: int) -> int:
