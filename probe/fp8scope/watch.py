@@ -126,7 +126,8 @@ class Watch:
         self.recorded: set[tuple[str, str]] = set()
         """(layer, role) of what is measured in CUDA graphs."""
         self.asks_capturing: Callable[[], bool] = (
-            torch.cuda.is_current_stream_capturing if rows.device.type == "cuda" else bool)  # bool() is False
+            # past a function in Python; bool() is False
+            torch._C._cuda_isCurrentStreamCapturing if rows.device.type == "cuda" else bool)
         """Whether a CUDA graph is being captured; `capturing` also takes note of it."""
         self._once_outside: set[tuple[str, ...]] = set()
         """`_once` of the step, during a capture."""
