@@ -34,12 +34,12 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8scope.compiled import trace_call
 from fp8scope.engine_operands import measure_engine
-from fp8scope.gemm import WgradSample
 from fp8scope.in_situ import InSituObserver
 from fp8scope.inert import Inert
 from fp8scope.layer_probe import LayerProbe
 from fp8scope.layers import Layer, weight_of
 from fp8scope.nested import tensors_in
+from fp8scope.saved_input import Kept
 from fp8scope.sharding import unreadable
 from fp8scope.watch import Watch
 from fp8scope.weights import Weights
@@ -99,7 +99,10 @@ class LinearHook(Inert):
         if not self.alone or (watch.idle and not (watch.recording or watch.asks_capturing())):
             return None  # as `attends` says, in one call less
         if not is_compiling() and watch.counts(module) and watch.measuring:
+            call = self.probe.call
+            call.output = output if isinstance(output, Tensor) else None
             _begin(self.probe, module, (args, kwargs))
+            call.output = None
             _end(self.probe, module, output)
         return None
 
@@ -185,9 +188,9 @@ def _end(probe: LayerProbe, module: nn.Module, output: Any, rows: tuple[int, ...
         with probe.watch.guarded(probe.layer.name):
             if _is_readable(weight := weight_of(module), probe.watch, probe.layer.name):
                 probe.add_late_weight(weight, late)
-    sample, probe.call.sample = probe.call.sample, None
+    kept, probe.call.sample = probe.call.sample, None
     with probe.watch.guarded(probe.layer.name):
-        _ask_gradients(probe, output, sample, rows)
+        _ask_gradients(probe, output, kept, rows)
 
 
 class GradientHook(Inert):
@@ -198,10 +201,10 @@ class GradientHook(Inert):
     """
 
     def __init__(
-        self, probe: LayerProbe, sample: WgradSample | None, rows: tuple[int, ...] = ()
+        self, probe: LayerProbe, kept: Kept | None, rows: tuple[int, ...] = ()
     ) -> None:
         self.probe = probe
-        self.sample = sample
+        self.kept = kept
         self.rows = rows
         self.seen: weakref.ref[Tensor] | None = None
         self.called = False
@@ -217,7 +220,8 @@ class GradientHook(Inert):
         probe = self.probe
         if probe.watch.measuring and (self.seen is None or self.seen() is not gradient):
             self.seen = weakref.ref(gradient)
-            probe.add_gradient(gradient, self.sample, self.rows)
+            kept, self.kept = self.kept, None  # this hook lives as long as the loss
+            probe.add_gradient(gradient, kept, self.rows)
 
 
 class NodeHook(Inert):
@@ -241,7 +245,7 @@ class NodeHook(Inert):
 
 
 def _ask_gradients(
-    probe: LayerProbe, output: Any, sample: WgradSample | None, rows: tuple[int, ...]
+    probe: LayerProbe, output: Any, kept: Kept | None, rows: tuple[int, ...]
 ) -> None:
     """Hooks on every tensor of an output that wants a gradient."""
     bases: dict[int, GradientHook] = {}
@@ -249,7 +253,7 @@ def _ask_gradients(
         if not y.requires_grad:
             continue
         probe.watch.asked.add(probe.layer.name)
-        hook = GradientHook(probe, sample, rows)
+        hook = GradientHook(probe, kept, rows)
         base = y._base if type(y) is Tensor else None
         if base is not None and base.grad_fn is not None and base.numel() == y.numel() and (
                 base.shape[-1:] == y.shape[-1:]) and base.is_contiguous() and y.is_contiguous():
