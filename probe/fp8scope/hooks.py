@@ -19,8 +19,9 @@ What is measured is in layer_probe.py. A module with an attribute `observer` (se
 it really did, and is measured by nothing else.
 
 Full backward hooks were rejected: they cost 60 to 80 us each, break in-place operations and see nothing of
-outputs inside a dict. So were hooks that come and go with measured steps: what compiled code has traced it
-looks for in each call, and a part of the model that is captured in a CUDA graph tells nobody.
+outputs inside a dict. So were hooks that come and go with measured steps: compiled code looks for those that
+it has traced and is compiled again without them, and a part of the model that is captured in a CUDA graph
+tells nobody.
 """
 
 import threading
