@@ -51,9 +51,9 @@ class Parts:
             parameter.grad = torch.randn_like(parameter)
         self.watch = Watch(Rows(device), recipes=(), rank=0, world=1)
         self.sentinels = Sentinels(device, world=1)
-        samples = Samples(self.watch, parameter_places(self.model))
-        self.updates = Updates(self.watch, samples, self.sentinels)
-        self.twins = Twins(self.watch, samples)
+        places = parameter_places(self.model)
+        self.updates = Updates(self.watch, Samples(self.watch, places), self.sentinels)
+        self.twins = Twins(self.watch, places)
 
     def step(self, timed: Callable[[str, Callable[[], object]], None], *, sampling: bool,
              detailed: bool = False) -> None:

@@ -130,7 +130,8 @@ def check_unattached(model: nn.Module) -> None:
         raise Invalid("model", type(model).__name__,
                       "is compiled by torch.jit, which runs no hooks; attach to the module it was made of")
     for name, module in model.named_modules():
-        if any(isinstance(hook, Inert) for hook in module._forward_pre_hooks.values()):
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if any(isinstance(hook, Inert) for hook in hooks):
             raise Invalid("model", name or type(model).__name__, "has a probe already; close its scope first")
 
 

@@ -88,7 +88,8 @@ def attach(
         holding = Part(rename).holding(model)
     every, detail_every = int(every), int(detail_every)
     ranks = join_ranks(
-        repr((run, every, detail_every, names, remote_control, resume, first, budget, settings.close_steps)),
+        repr((run, every, detail_every, names, remote_control, resume, first, budget, settings.close_steps,
+              settings.twin_elements)),
         holding, handshake_seconds=settings.handshake_seconds, reduce_seconds=settings.reduce_seconds,
     )
     hello = Hello(
@@ -102,7 +103,7 @@ def attach(
         worker = Worker(hello, ranks=ranks, settings=settings, token=token, cadence=cadence)
     try:
         return Scope(model, given, worker=worker, every=every, detail_every=detail_every, formats=names,
-                     start_step=first, rename=rename)
+                     start_step=first, rename=rename, twin_elements=settings.twin_elements)
     except Exception:
         worker.close()  # it tells the other ranks
         raise

@@ -39,6 +39,10 @@ class WgradSample(NamedTuple):
     columns: Tensor  # [M, SAMPLED_COLUMNS], a copy
     scales: Tensor | None  # their rows of the scales of x.t(), or one for all; None: current ones
 
+    def sample(self) -> "WgradSample":
+        """Itself: what is kept of an input may also be where it is found later, see saved_input.py."""
+        return self
+
 
 def gemm_error(
     x: Tensor, weight: Tensor, element: Format, *,

@@ -1,20 +1,27 @@
 """Hooks on the linear layers of a model, and the observer of layers that quantize by themselves.
 
-    forward pre-hook    input (activation), weight (see weights.py), GEMM error
-    forward hook        a weight that is no parameter, which hooks that came after the probe, or the forward
-                        itself, may have computed anew; puts a tensor hook on each output with a gradient
+    forward hook        input (activation), weight (see weights.py), GEMM error; puts a tensor hook on each
+                        output with a gradient
+    forward pre-hook    the same of what goes in, of layers whose forward is not that of `nn.Linear` and may
+                        change its input; of those that report or quantize, that a forward begins
     tensor hook         gradient of the output
     node pre-hook       the same, of an output that is a view and is changed in place later
 
-Off cadence the pre-hook costs one look at a flag; in a measured step it adds the forward hook for the call
-under way (`benchmarks/probe_overhead.py`). The forward hook that stays is for `torch.compile` only: traced,
-it measures nothing itself and puts operations into the graph (compiled.py), whose bodies come back here.
+Off cadence a hook costs one look at a flag, and an ordinary linear has one (`benchmarks/probe_overhead.py
+--hooks`). It is the first of its layer's forward hooks, before those of `parallelize_module`, which hand out
+plain tensors, and of FSDP, which take the weight apart again. A pre-hook adds a forward hook for the call
+under way, in measured steps only.
+
+Traced by `torch.compile`, the forward hook measures nothing itself and puts operations into the graph
+(compiled.py), whose bodies come back here.
 
 What is measured is in layer_probe.py. A module with an attribute `observer` (see observer.py) hands over what
 it really did, and is measured by nothing else.
 
 Full backward hooks were rejected: they cost 60 to 80 us each, break in-place operations and see nothing of
-outputs inside a dict.
+outputs inside a dict. So were hooks that come and go with measured steps: compiled code looks for those that
+it has traced and is compiled again without them, and a part of the model that is captured in a CUDA graph
+tells nobody.
 """
 
 import threading
@@ -28,12 +35,12 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8scope.compiled import trace_call
 from fp8scope.engine_operands import measure_engine
-from fp8scope.gemm import WgradSample
 from fp8scope.in_situ import InSituObserver
 from fp8scope.inert import Inert
 from fp8scope.layer_probe import LayerProbe
 from fp8scope.layers import Layer, weight_of
 from fp8scope.nested import tensors_in
+from fp8scope.saved_input import Kept
 from fp8scope.sharding import unreadable
 from fp8scope.watch import Watch
 from fp8scope.weights import Weights
@@ -51,16 +58,54 @@ def install(layers: tuple[Layer, ...], watch: Watch) -> list[Removable]:
     handles: list[Removable] = []
     weights = Weights(watch)
     for layer in layers:
-        probe = LayerProbe(layer, watch, weights)
+        probe, module = LayerProbe(layer, watch, weights), layer.module
         handles.append(probe)
-        handles.append(layer.module.register_forward_pre_hook(ForwardPreHook(probe), with_kwargs=True))
-        if layer.engine:
-            continue  # its hooks are there in measured steps only
-        if not layer.in_situ:
-            handles.append(layer.module.register_forward_hook(TracedHook(probe), with_kwargs=True))
-        else:
-            layer.module.observer = InSituObserver(probe)  # type: ignore[assignment]
+        alone = not (layer.engine or layer.in_situ) and _keeps_input(layer)
+        if not alone:
+            handles.append(module.register_forward_pre_hook(ForwardPreHook(probe), with_kwargs=True))
+        if layer.in_situ:
+            module.observer = InSituObserver(probe)  # type: ignore[assignment]
+        elif not layer.engine:
+            hook = LinearHook(probe, alone=alone)
+            handles.append(module.register_forward_hook(hook, with_kwargs=True, prepend=alone))
     return handles
+
+
+def _keeps_input(layer: Layer) -> bool:
+    """Whether a linear's input is after its forward what it was before: torch's own, and torchao's."""
+    plain = type(layer.module).forward is nn.Linear.forward and "forward" not in vars(layer.module)
+    return plain or bool(layer.live)
+
+
+class LinearHook(Inert):
+    """Measures a call of a plain linear, unless a pre-hook does: `alone` says that there is none.
+
+    What `torch.compile` sees of the probe is this hook, as inside of checkpointing nothing may be kept from a
+    pre-hook to a hook. Traced, an input that the layer changes in place is seen changed.
+    """
+
+    def __init__(self, probe: LayerProbe, *, alone: bool) -> None:
+        self.probe = probe
+        self.watch = probe.watch
+        self.alone = alone
+        self.key, self.anchor = probe.key.tensor, probe.watch.anchor
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if is_dynamo_compiling():
+            if module.training and torch.is_grad_enabled():
+                return trace_call(self.key, self.anchor, module._parameters.get("weight"), (args, kwargs),
+                                  output)
+            return None
+        watch = self.watch
+        if not self.alone or (watch.idle and not (watch.recording or watch.asks_capturing())):
+            return None  # as `attends` says, in one call less
+        if not is_compiling() and watch.counts(module) and watch.measuring:
+            call = self.probe.call
+            call.output = output if isinstance(output, Tensor) else None
+            _begin(self.probe, module, (args, kwargs))
+            call.output = None
+            _end(self.probe, module, output)
+        return None
 
 
 class ForwardPreHook(Inert):
@@ -71,31 +116,28 @@ class ForwardPreHook(Inert):
         self.watch = probe.watch
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_compiling():  # see TracedHook
+        if is_dynamo_compiling():  # see LinearHook
             return
         watch = self.watch
-        if watch.idle and not (watch.recording or watch.asks_capturing()):  # as `attends`, in one call less
+        if watch.idle and not (watch.recording or watch.asks_capturing()):
+            return
+        if is_compiling():
             return
         probe = self.probe
-        counts = probe.watch.counts(module)
-        if not probe.watch.measuring:
+        counts = watch.counts(module)
+        if not watch.measuring:
             return
         probe.call.inside, probe.call.live = True, counts
         after = ForwardHook(probe)
         # Checkpointing leaves a recomputed forward by an exception; the hook must learn of it.
-        # Of a DTensor it must come before the hook of `parallelize_module` that hands out plain tensors.
-        # Of a layer that is a unit of FSDP, before the hook that takes its weight apart again.
+        # Of a DTensor, or of a layer that is a unit of FSDP, it must be the first, as above.
         first = probe.layer.engine != "" or hasattr(module._parameters.get("weight"), "placements")
         if first and probe.left is not None:
             probe.left.remove()
         after.handle = module.register_forward_hook(after, with_kwargs=True, always_call=True, prepend=first)
         probe.left = after.handle if first else None
         if counts:
-            probe.watch.ran.add(probe.layer.name)
-            probe.weights.begin()
-            if not probe.layer.in_situ and not probe.layer.engine:
-                with probe.watch.guarded(probe.layer.name):
-                    _measure_inputs(probe, module, (args, kwargs))
+            _begin(probe, module, (args, kwargs))
 
 
 class ForwardHook(Inert):
@@ -124,28 +166,32 @@ class ForwardHook(Inert):
             with probe.watch.guarded(probe.layer.name):
                 x = next((one for one in tensors_in((args, kwargs)) if one.is_floating_point()), None)
                 rows = measure_engine(probe, x, output, args, kwargs)
-        late, probe.call.late = probe.call.late, None
-        if wanted and late is not None:
-            with probe.watch.guarded(probe.layer.name):
-                if _is_readable(weight := weight_of(module), probe.watch, probe.layer.name):
-                    probe.add_late_weight(weight, late)
-        sample, probe.call.sample = probe.call.sample, None
-        if wanted and rows is not None:
-            with probe.watch.guarded(probe.layer.name):
-                _ask_gradients(probe, output, sample, rows)
+            wanted = rows is not None
+        if wanted:
+            _end(probe, module, output, rows or ())
+        else:
+            probe.call.late = probe.call.sample = None
 
 
-class TracedHook(Inert):
-    """What `torch.compile` sees of the probe: both hooks in one, as inside of checkpointing nothing may be
-    kept from one to the other. An input that the layer changes in place is seen changed."""
+def _begin(probe: LayerProbe, module: nn.Module, inputs: Any) -> None:
+    """What went into a call that counts is measured."""
+    probe.watch.ran.add(probe.layer.name)
+    probe.weights.begin()
+    if not probe.layer.in_situ and not probe.layer.engine:
+        with probe.watch.guarded(probe.layer.name):
+            _measure_inputs(probe, module, inputs)
 
-    def __init__(self, probe: LayerProbe) -> None:
-        self.key, self.anchor = probe.key.tensor, probe.watch.anchor
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if is_dynamo_compiling() and module.training and torch.is_grad_enabled():
-            return trace_call(self.key, self.anchor, module._parameters.get("weight"), (args, kwargs), output)
-        return None
+def _end(probe: LayerProbe, module: nn.Module, output: Any, rows: tuple[int, ...] = ()) -> None:
+    """The rest of it, and the gradients of its output are waited for; `rows` as in `by_gemm`."""
+    late, probe.call.late = probe.call.late, None
+    if late is not None:
+        with probe.watch.guarded(probe.layer.name):
+            if _is_readable(weight := weight_of(module), probe.watch, probe.layer.name):
+                probe.add_late_weight(weight, late)
+    kept, probe.call.sample = probe.call.sample, None
+    with probe.watch.guarded(probe.layer.name):
+        _ask_gradients(probe, output, kept, rows)
 
 
 class GradientHook(Inert):
@@ -156,10 +202,10 @@ class GradientHook(Inert):
     """
 
     def __init__(
-        self, probe: LayerProbe, sample: WgradSample | None, rows: tuple[int, ...] = ()
+        self, probe: LayerProbe, kept: Kept | None, rows: tuple[int, ...] = ()
     ) -> None:
         self.probe = probe
-        self.sample = sample
+        self.kept = kept
         self.rows = rows
         self.seen: weakref.ref[Tensor] | None = None
         self.called = False
@@ -175,7 +221,8 @@ class GradientHook(Inert):
         probe = self.probe
         if probe.watch.measuring and (self.seen is None or self.seen() is not gradient):
             self.seen = weakref.ref(gradient)
-            probe.add_gradient(gradient, self.sample, self.rows)
+            kept, self.kept = self.kept, None  # this hook lives as long as the loss
+            probe.add_gradient(gradient, kept, self.rows)
 
 
 class NodeHook(Inert):
@@ -199,7 +246,7 @@ class NodeHook(Inert):
 
 
 def _ask_gradients(
-    probe: LayerProbe, output: Any, sample: WgradSample | None, rows: tuple[int, ...]
+    probe: LayerProbe, output: Any, kept: Kept | None, rows: tuple[int, ...]
 ) -> None:
     """Hooks on every tensor of an output that wants a gradient."""
     bases: dict[int, GradientHook] = {}
@@ -207,7 +254,7 @@ def _ask_gradients(
         if not y.requires_grad:
             continue
         probe.watch.asked.add(probe.layer.name)
-        hook = GradientHook(probe, sample, rows)
+        hook = GradientHook(probe, kept, rows)
         base = y._base if type(y) is Tensor else None
         if base is not None and base.grad_fn is not None and base.numel() == y.numel() and (
                 base.shape[-1:] == y.shape[-1:]) and base.is_contiguous() and y.is_contiguous():

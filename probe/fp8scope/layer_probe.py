@@ -15,6 +15,7 @@ from fp8scope.compiled import Key
 from fp8scope.gemm import WgradSample, gemm_error, sample_columns, wgrad_row_error_max
 from fp8scope.layers import Layer
 from fp8scope.roundtrip import channel_outlier_ratio
+from fp8scope.saved_input import Kept, saved_input
 from fp8scope.sharding import is_first_copy, is_measured_here, unreadable
 from fp8scope.sums import MAX_COLUMNS
 from fp8scope.transformer_engine import by_gemm
@@ -35,8 +36,10 @@ class Call(threading.local):
     """True between the layer's pre-hook and its hook, in a measured step."""
     live = False
     """Whether it is measured."""
-    sample: WgradSample | None = None
+    sample: Kept | None = None
     """What it keeps of its input."""
+    output: Tensor | None = None
+    """What it has returned, where its input is measured when it is over."""
     late: list[Tensor] | None = None
     """Its inputs, where the weight is computed on the way and is read when the call is over."""
 
@@ -91,14 +94,22 @@ class LayerProbe:
 
     def add_sample(self, x: Tensor, scales: Tensor | None = None) -> WgradSample | None:
         """Columns of x [M, K], the first input of a step, for the error of the weight's gradient."""
-        if self.watch.has_turn(self.layer.index) and self.watch.once("wgrad", self.layer.name):
-            return sample_columns(x, scales)
-        return None
+        return sample_columns(x, scales) if self._has_turn() else None
+
+    def _has_turn(self) -> bool:
+        return self.watch.has_turn(self.layer.index) and self.watch.once("wgrad", self.layer.name)
+
+    def _kept(self, x: Tensor) -> Kept | None:
+        """As `add_sample`, without a copy where autograd keeps x."""
+        if not self._has_turn():
+            return None
+        output = self.call.output
+        return (None if output is None else saved_input(output, x)) or sample_columns(x)
 
     def add_errors(self, x: Tensor, weight: Tensor | None) -> None:
         """Of a detailed step: outlying channels of x [M, K], the error of its product with the weight [N, K],
         and what the call keeps for the error of the weight's gradient."""
-        self.call.sample = self.add_sample(x) or self.call.sample
+        self.call.sample = self._kept(x) or self.call.sample
         outliers = channel_outlier_ratio(x)
         for recipe in self.watch.recipes:
             series = self.series("activation", "rowwise", recipe.element, recipe.scaling_of("activation"))
@@ -170,7 +181,7 @@ class LayerProbe:
                 self.add_product(matrix(operand), weight)
         self.add_casts(weight)
 
-    def add_gradient(self, gradient: Tensor, sample: WgradSample | None, rows: tuple[int, ...] = ()) -> None:
+    def add_gradient(self, gradient: Tensor, kept: Kept | None, rows: tuple[int, ...] = ()) -> None:
         """The gradient of an output [..., N]; what its call kept; `rows` as in `by_gemm`."""
         self.watch.gradients.add(self.layer.name)
         with self.watch.guarded(self.layer.name):
@@ -181,7 +192,7 @@ class LayerProbe:
             if is_first_copy(gradient):
                 for gemm, part in by_gemm(dy, rows):
                     self.add_operand("gradient", part, gemm)
-            if sample is not None:
+            if kept is not None and (sample := kept.sample()) is not None:
                 self.add_wgrad_error(dy, sample)
 
     def operands(self, x: Tensor, weight: Tensor, call: int) -> None:

@@ -1,11 +1,15 @@
 """A fixed sample of a job's parameters: which elements, and how they are brought together.
 
 Numbers about an optimizer's step need what the step did to single elements, but not to all of them. So a
-parameter, seen as one row of elements, is cut into blocks of 128, and every n-th block is taken: 128 blocks
-or a few less, whatever its size; a parameter of 16,384 elements or fewer is taken whole. n shares no factor
+parameter, seen as one row of elements, is cut into blocks, and every n-th block is taken, evenly spaced: at
+most so many elements in all, whatever the parameter's size; a smaller one is taken whole. n shares no factor
 with the blocks in a row, so the sample walks through all columns. The first block follows from the
 parameter's name. What is kept and computed for a parameter is so bounded, however large it is
 (docs/decisions/0008).
+
+What is gone when the step is over is read from up to 128 blocks of 128. What is kept for the whole run are
+blocks of 8, by default up to 96: spread over as many rows they tell more than 16 blocks of 128, whose
+elements share a scale of the states.
 
 Blocks are counted in the whole parameter: a shard along rows (FSDP) takes the same blocks as one process
 does, apart from blocks that lie across a border between ranks, and may be left with none. Of shards along
@@ -31,9 +35,13 @@ from fp8scope.layers import ParameterPlace
 from fp8scope.sharding import first_row, is_measured_here, local
 
 BLOCK = 128
-"""Elements in a block."""
+"""Elements in a block of the sample that a step is read from."""
 MOST_OF_ONE = 128 * BLOCK
 """Elements of one parameter that are taken, at most."""
+KEPT_BLOCK = 8
+"""The same, of what is kept over steps: 32 bytes of fp32, which are read together."""
+MOST_KEPT = 96 * KEPT_BLOCK
+"""The default of `ProbeSettings.twin_elements`."""
 MOST = 2**20
 """Elements of one sample: bounds the memory of what is computed from it."""
 
@@ -50,13 +58,15 @@ class Part(NamedTuple):
     """How many are taken on this rank."""
     weight: int
     """Elements of the parameter for each one that is taken."""
+    block: int = BLOCK
+    """Elements in a block."""
 
     def indices(self, device: torch.device) -> Tensor:
         """Where the taken elements lie in the flattened local part, int64 [elements]."""
         if not self.stride:
             return torch.arange(self.elements, device=device)
-        starts = torch.arange(self.elements // BLOCK, device=device) * self.stride + self.first
-        return (starts.unsqueeze(1) + torch.arange(BLOCK, device=device)).flatten()
+        starts = torch.arange(self.elements // self.block, device=device) * self.stride + self.first
+        return (starts.unsqueeze(1) + torch.arange(self.block, device=device)).flatten()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -120,38 +130,43 @@ class Sample:
 
 
 def draw(
-    parameters: Sequence[Tensor], places: dict[int, ParameterPlace], *, rank: int, world: int
+    parameters: Sequence[Tensor], places: dict[int, ParameterPlace], *, rank: int, world: int,
+    block: int = BLOCK, most: int = MOST_OF_ONE,
 ) -> tuple[Sample, ...]:
-    """The samples of `parameters` (of one group) that this rank takes, at most MOST elements each."""
-    parts = [part for parameter in parameters if (part := _part(parameter, places, rank, world)) is not None]
+    """The samples of `parameters` (of one group) that this rank takes, at most MOST elements each: of one
+    parameter at most `most`, in blocks of `block`."""
+    found = [_part(parameter, places, rank, world, block, most) for parameter in parameters]
+    parts = [part for part in found if part is not None]
     parts.sort(key=lambda part: (str(part.parameter.device), str(part.parameter.dtype), part.stride > 0))
     return tuple(map(_sample, _portions(parts)))
 
 
-def stride_of(shape: torch.Size) -> int:
+def stride_of(shape: torch.Size, *, block: int = BLOCK, most: int = MOST_OF_ONE) -> int:
     """Every how manieth block of a parameter of this global shape is taken; 1 is all of them."""
-    least, in_row = -(-shape.numel() // MOST_OF_ONE), shape[-1] // BLOCK if shape else 0
+    least, in_row = -(-shape.numel() // most), shape[-1] // block if shape else 0
     return next(n for n in itertools.count(max(least, 1)) if math.gcd(n, max(in_row, 1)) == 1)
 
 
-def _part(parameter: Tensor, places: dict[int, ParameterPlace], rank: int, world: int) -> Part | None:
+def _part(
+    parameter: Tensor, places: dict[int, ParameterPlace], rank: int, world: int, block: int, most: int
+) -> Part | None:
     place = places.get(id(parameter))
     if place is None or not is_measured_here(parameter, rank=rank, world=world, index=place.index):
         return None
     if not parameter.is_floating_point() or not (whole := local(parameter).numel()):
         return None
-    stride = stride_of(parameter.shape)
+    stride = stride_of(parameter.shape, block=block, most=most)
     if stride == 1:
-        return Part(parameter, place, 0, 0, whole, 1)
+        return Part(parameter, place, 0, 0, whole, 1, block)
     begin = first_row(parameter) * (parameter.numel() // parameter.shape[0])
-    skipped = -begin % BLOCK  # up to the first block that begins here
-    block = (begin + skipped) // BLOCK
-    ahead = (zlib.crc32(place.name.encode()) - block) % stride
-    here = max(whole - skipped, 0) // BLOCK
+    skipped = -begin % block  # up to the first block that begins here
+    first = (begin + skipped) // block
+    ahead = (zlib.crc32(place.name.encode()) - first) % stride
+    here = max(whole - skipped, 0) // block
     blocks = -(-(here - ahead) // stride) if here > ahead else 0
     if not blocks:
         return None
-    return Part(parameter, place, skipped + ahead * BLOCK, stride * BLOCK, blocks * BLOCK, stride)
+    return Part(parameter, place, skipped + ahead * block, stride * block, blocks * block, stride, block)
 
 
 def _sample(parts: Sequence[Part]) -> Sample:
@@ -180,6 +195,6 @@ def _kind(part: Part) -> tuple[torch.device, torch.dtype]:
 
 
 def _blocks(part: Part, x: Tensor) -> Tensor:
-    """The taken blocks as a view, [blocks, BLOCK]."""
-    x = x.contiguous()
-    return x.as_strided((part.elements // BLOCK, BLOCK), (part.stride, 1), x.storage_offset() + part.first)
+    """The taken blocks as a view, [blocks, part.block]."""
+    x, shape = x.contiguous(), (part.elements // part.block, part.block)
+    return x.as_strided(shape, (part.stride, 1), x.storage_offset() + part.first)

@@ -43,6 +43,7 @@ from fp8scope.precision import set_precision
 from fp8scope.root import install_roots
 from fp8scope.routers import install_routers
 from fp8scope.rows import Rows
+from fp8scope.sample import MOST_KEPT
 from fp8scope.scripting import answer_scripting
 from fp8scope.sentinels import Number, Sentinels
 from fp8scope.states import StateRecorder, measure_states
@@ -67,7 +68,7 @@ class Scope:
     def __init__(
         self, model: nn.Module, optimizers: tuple[Optimizer, ...], *, worker: StepWorker, every: int,
         detail_every: int = 1, formats: tuple[str, ...] = ("e4m3",), start_step: int = 0,
-        rename: Rename | None = None,
+        rename: Rename | None = None, twin_elements: int = MOST_KEPT,
     ) -> None:
         check_unattached(model)
         self.every = every
@@ -102,7 +103,7 @@ class Scope:
         reserve_rows(self._watch, model, self._optimizers)
         self._samples = Samples(self._watch, self._places)
         self._updates = Updates(self._watch, self._samples, self._sentinels)
-        self._twins = Twins(self._watch, self._samples)
+        self._twins = Twins(self._watch, self._places, most=twin_elements)
         self._watch.begin_step = self._on_layer
         self._gaps = Gaps(self._watch, self._layers, model, partial(self._part.layers, model))
         self._handles = [*self._install(), *answer_scripting(model)]

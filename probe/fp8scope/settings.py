@@ -32,6 +32,8 @@ class ProbeSettings:
     """Memory for measurements that wait for the probe's threads; beyond it full measurements go, counted."""
     close_steps: int = 50
     """Steps that are all measured in full after a sentinel was elevated; 0 keeps the cadence."""
+    twin_elements: int = 768
+    """Elements of a parameter of which exact moments are kept, where an optimizer stores them in few bits."""
     poll_seconds: float = 5.0
     """Time between two questions for commands, when remote control is on."""
     exit_seconds: float = 5.0
@@ -55,6 +57,8 @@ class ProbeSettings:
                 raise Invalid(name, getattr(self, name), f"must be at least {least} bytes")
         if not 0 <= self.close_steps <= 10_000:
             raise Invalid("close_steps", self.close_steps, "must be 0 to 10000 steps")
+        if not 8 <= self.twin_elements <= 2**20:
+            raise Invalid("twin_elements", self.twin_elements, f"must be 8 to {2**20} elements")
         for one in fields(self):
             if one.name.endswith("_seconds") and not 0 < getattr(self, one.name) <= 86_400:
                 raise Invalid(one.name, getattr(self, one.name), "must be over 0 and at most 86400 seconds")

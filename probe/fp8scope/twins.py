@@ -8,9 +8,9 @@ and sees every gradient, not only those of sampled steps. It starts with zeros, 
 the probe is attached later, or a checkpoint is loaded, from the moments as they are stored, which is said
 in an event.
 
-What it costs: 8 bytes for each element of the sample (at most 128 KiB for a parameter, however large) and,
-in every step, one gather of gradients and three operations over the sample, in place. Moments in fp32 have
-no twin; they would read exactly 0 and 1.
+What it costs: 8 bytes for each element of the sample (768 of a parameter, unless FP8SCOPE_TWIN_ELEMENTS says
+otherwise) and, in every step, one gather of gradients and three operations over the sample, in place. Moments
+in fp32 have no twin; they would read exactly 0 and 1. What so few elements tell is in docs/optimizers.md.
 
 A gradient scaler's skip inside a fused optimizer freezes the twins too. Gradients are those that the
 optimizer gets: unscaled, clipped, and with coupled weight decay added.
@@ -27,8 +27,9 @@ from fp8scope.adam import AdamForm, Number, adam_form, host_steps, steps_of
 from fp8scope.change import update_sums, weights_of
 from fp8scope.layers import ParameterPlace
 from fp8scope.our_states import TWINS_ALONE
-from fp8scope.sample import Sample
+from fp8scope.sample import KEPT_BLOCK, MOST_KEPT, Sample
 from fp8scope.sharding import local
+from fp8scope.states import Places
 from fp8scope.stored import Moments, State, StoredAs, may_lose, read_moments, rounding_of, stored_as
 from fp8scope.updates import Samples, state_of
 from fp8scope.watch import Watch
@@ -80,9 +81,9 @@ class Twin:
 class Twins:
     """The twins of all optimizers of one attach."""
 
-    def __init__(self, watch: Watch, samples: Samples) -> None:
+    def __init__(self, watch: Watch, places: Places, *, most: int = MOST_KEPT) -> None:
         self.watch = watch
-        self.samples = samples
+        self.samples = Samples(watch, places, block=KEPT_BLOCK, most=most)
         self._twins: dict[int, dict[Sample, Twin | None]] = {}
         """Optimizer -> sample of a group -> its twin; None where nothing in it needs one."""
 
@@ -98,6 +99,8 @@ class Twins:
 
     def before(self, optimizer: Optimizer, *, ready: bool) -> None:
         """A step begins. `ready`: gradients are there; else a closure makes them and `after` reads them."""
+        if self.watch.sampling:
+            self.samples.follow()
         old = self._twins.pop(id(optimizer), {})
         self._twins[id(optimizer)] = now = {}
         for form, sample in self.samples.of(optimizer):

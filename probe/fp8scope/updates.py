@@ -22,7 +22,7 @@ from fp8scope.adam import AdamForm, adam_form
 from fp8scope.backend import change
 from fp8scope.change import Change, stored_weights_of
 from fp8scope.layers import ParameterPlace
-from fp8scope.sample import Sample, draw
+from fp8scope.sample import BLOCK, MOST_OF_ONE, Sample, draw
 from fp8scope.sentinels import Sentinels
 from fp8scope.states import Places
 from fp8scope.stored import FORMAT_OF, State, is_plain, is_readable
@@ -31,11 +31,16 @@ from fp8scope_protocol.series import Series
 
 
 class Samples:
-    """The samples of every parameter group, drawn anew when its parameters change."""
+    """The samples of every parameter group, drawn anew when its parameters change. block, most: as in
+    `sample.draw`."""
 
-    def __init__(self, watch: Watch, places: Places) -> None:
+    def __init__(
+        self, watch: Watch, places: Places, *, block: int = BLOCK, most: int = MOST_OF_ONE
+    ) -> None:
         self.watch = watch
         self.places = places
+        self.block = block
+        self.most = most
         self._known: dict[tuple[int, int], tuple[tuple[int, ...], tuple[Sample, ...]]] = {}
 
     def of(self, optimizer: Optimizer) -> list[tuple[AdamForm, Sample]]:
@@ -47,7 +52,8 @@ class Samples:
             ids = tuple(map(id, group["params"]))
             known, samples = self._known.get((id(optimizer), index), ((), ()))
             if ids != known:
-                samples = draw(group["params"], self.places, rank=self.watch.rank, world=self.watch.world)
+                samples = draw(group["params"], self.places, rank=self.watch.rank, world=self.watch.world,
+                               block=self.block, most=self.most)
                 self._known[id(optimizer), index] = (ids, samples)
             found += [(form, sample) for sample in samples]
         return found

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fp8scope.backend import round_trip, round_trips, takes_flag
 from fp8scope.batch import Trip
 from fp8scope.capture import Relaxed
-from fp8scope.gemm import WgradSample
 from fp8scope.rows import Rows
+from fp8scope.saved_input import Kept
 from fp8scope.sharding import local
 from fp8scope.timer import Timer
 from fp8scope_protocol.formats import Format
@@ -126,7 +126,8 @@ class Watch:
         self.recorded: set[tuple[str, str]] = set()
         """(layer, role) of what is measured in CUDA graphs."""
         self.asks_capturing: Callable[[], bool] = (
-            torch.cuda.is_current_stream_capturing if rows.device.type == "cuda" else bool)  # bool() is False
+            # past a function in Python; bool() is False
+            torch._C._cuda_isCurrentStreamCapturing if rows.device.type == "cuda" else bool)
         """Whether a CUDA graph is being captured; `capturing` also takes note of it."""
         self._once_outside: set[tuple[str, ...]] = set()
         """`_once` of the step, during a capture."""
@@ -146,7 +147,7 @@ class Watch:
         """What kernels keep of earlier batches; see `backend.round_trips`."""
         self.anchor = torch.zeros(1, device=rows.device, requires_grad=True)
         """See compiled.py."""
-        self.calls: dict[str, dict[int, WgradSample | None]] = {}
+        self.calls: dict[str, dict[int, Kept | None]] = {}
         """Layer -> calls of this step in compiled regions, and what each keeps for its backward pass."""
 
     def begin(self, *, sampling: bool, detailed: bool) -> None:
@@ -232,7 +233,7 @@ class Watch:
             return True
         return id(module) not in self._forwarded
 
-    def sample_of(self, name: str, call: int) -> WgradSample | None:
+    def sample_of(self, name: str, call: int) -> Kept | None:
         """What a call of layer `name` kept, once. Checkpointing repeats a call, which is known by another
         number then: it can only be meant where there was one."""
         calls = self.calls.get(name, {})

@@ -89,7 +89,8 @@ class Run:
         self.model = nn.Linear(SHAPE[1], SHAPE[0], bias=False, dtype=dtype)
         self.optimizer = make(self.model.parameters())
         self.worker = MemoryWorker()
-        self.scope = Scope(self.model, (self.optimizer,), worker=self.worker, every=1)
+        self.scope = Scope(self.model, (self.optimizer,), worker=self.worker, every=1,
+                           twin_elements=self.model.weight.numel())
         self.size = 10 ** (-3 * torch.rand(SHAPE))
         self.size[:, :256] *= (torch.arange(256) % 16 != 0)
         self.size[0] = 0.0  # blocks of zeros

@@ -539,3 +539,61 @@ def test_two_attaches_are_refused_until_detached() -> None:
     assert not model[0]._forward_pre_hooks
     assert not model[0]._forward_hooks
     watched(model)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_layer_is_measured_by_what_its_own_product_gets_and_gives(first: bool) -> None:
+    """Whether the job's own hooks, which double input and output, were there before the probe or not."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+
+    def double(*given: Any) -> Any:
+        return 2 * given[-1] if isinstance(given[-1], Tensor) else (2 * given[-1][0],)
+
+    def hook() -> None:
+        model[0].register_forward_pre_hook(double)
+        model[0].register_forward_hook(double)
+
+    if first:
+        hook()
+    scope, worker = watched(model)
+    if not first:
+        hook()
+    x = torch.rand(3, 8)
+    model(x).sum().backward()
+    scope.step(0)
+    metrics = worker.metrics(0)
+    assert metrics["0", "activation", "rowwise"]["amax"] == 2 * x.max().item()
+    assert metrics["0", "gradient", "rowwise"]["amax"] == 2.0
+
+
+class Halving(nn.Linear):
+    """Halves its input in place when it has used it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y = super().forward(input.clone())
+        input.data.mul_(0.5)
+        return y
+
+
+@pytest.mark.parametrize(("kind", "hooks"), [(nn.Linear, 1), (Reporting, 1), (Halving, 2)])
+def test_only_a_layer_that_may_change_its_input_has_two_hooks(kind: type[nn.Linear], hooks: int) -> None:
+    """Off cadence each call of a hook is paid for; all three are measured by what they were given."""
+    model = nn.Sequential(kind(8, 8))
+    scope, worker = watched(model)
+    assert len(model[0]._forward_hooks) + len(model[0]._forward_pre_hooks) == hooks
+    x = torch.rand(3, 8)
+    largest = x.max().item()
+    model(x).sum().backward()
+    scope.step(0)
+    assert worker.metrics(0)["0", "activation", "rowwise"]["amax"] == largest
+    scope.close()
+    assert not model[0]._forward_hooks
+    assert not model[0]._forward_pre_hooks
+
+
+def test_a_probe_on_a_part_is_a_probe() -> None:
+    """A model that holds an attached layer is refused, though that has no pre-hook."""
+    layer = nn.Linear(8, 8)
+    watched(nn.Sequential(layer))
+    with pytest.raises(Invalid, match="has a probe already"):
+        watched(nn.ModuleList([layer]))

@@ -67,9 +67,9 @@ class Job:
         here = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self.watch = Watch(Rows(here), recipes=(), rank=0, world=1)
         self.sentinels = Sentinels(here, world=1)
-        samples = Samples(self.watch, parameter_places(self.model))
-        self.updates = Updates(self.watch, samples, self.sentinels)
-        self.twins = Twins(self.watch, samples)
+        places = parameter_places(self.model)
+        self.updates = Updates(self.watch, Samples(self.watch, places), self.sentinels)
+        self.twins = Twins(self.watch, places)
         self.bytes = Bytes()
 
     @torch.no_grad()

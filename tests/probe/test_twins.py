@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fp8scope.sample import MOST_KEPT
 from fp8scope.scope import Scope
+from fp8scope.settings import ProbeSettings
 from fp8scope.testing import MemoryWorker
+from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.adamw import AdamW
 
 SHAPE = (64, 256)
@@ -27,12 +30,13 @@ class Run:
     """One matrix under some optimizer, with given gradients."""
 
     def __init__(self, make: Callable[..., torch.optim.Optimizer], *, every: int = 1,
-                 dtype: torch.dtype = torch.float32) -> None:
+                 dtype: torch.dtype = torch.float32, elements: int = 64 * 256) -> None:
         self.model = nn.Linear(SHAPE[1], SHAPE[0], bias=False, dtype=dtype)
         nn.init.zeros_(self.model.weight)
         self.optimizer = make(self.model.parameters())
         self.worker = MemoryWorker()
-        self.scope = Scope(self.model, (self.optimizer,), worker=self.worker, every=every)
+        self.scope = Scope(self.model, (self.optimizer,), worker=self.worker, every=every,
+                           twin_elements=elements)
 
     def train(self, grads: list[Tensor], closure: bool = False) -> "Run":
         for gradient in grads:
@@ -107,13 +111,13 @@ def test_moments_in_fp32_need_no_twin(make: Any) -> None:
 
 @pytest.mark.parametrize("rows", [64, 2048, 8192])
 def test_memory_is_eight_bytes_an_element_of_the_sample(rows: int) -> None:
-    """128 KiB for a parameter, however large it is."""
+    """6 KiB for a parameter, however large it is."""
     model = nn.Linear(4096, rows, bias=False)
     optimizer = ours(model.parameters())
     scope = Scope(model, (optimizer,), worker=MemoryWorker(), every=1)
     model.weight.grad = torch.randn(rows, 4096)
     optimizer.step()
-    assert 0.9 * 2**17 <= scope._twins.bytes <= 2**17
+    assert 0.9 * 6 * 1024 <= scope._twins.bytes <= 6 * 1024
     scope.close()
 
 
@@ -254,3 +258,27 @@ def test_every_format_of_our_optimizers_has_a_twin(
     assert (run.found(0, "update_norm_ratio") is None) == (warmup_steps > 0)
     ratio = run.found(29, "update_norm_ratio")
     assert ratio == pytest.approx(1.0, abs=0.5 if states == "int4" else 0.02)
+
+
+@pytest.mark.parametrize("states", ["fp8", "int8", "bf16"])
+def test_a_sample_tells_what_the_whole_matrix_does(states: str) -> None:
+    """Of 768 elements out of 16,384, over three decades: the ratio within 4 %, the error within a third."""
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return ours(parameters, states)
+
+    grads = gradients(30, decades=3.0)
+    part, whole = (Run(make, elements=elements).train(grads) for elements in (MOST_KEPT, 64 * 256))
+    assert part.scope._twins.bytes <= 8 * MOST_KEPT < whole.scope._twins.bytes
+    for step in (10, 20, 29):
+        ratios, errors = ([run.found(step, key) for run in (part, whole)]
+                          for key in ("update_norm_ratio", "update_error"))
+        assert ratios[0] == pytest.approx(ratios[1], rel=0.04)
+        assert errors[0] == pytest.approx(errors[1], rel=0.34)
+        assert errors[0] != errors[1]
+
+
+def test_the_setting_is_what_a_scope_takes_by_default() -> None:
+    """Settings know no torch, so the number stands in two places."""
+    assert ProbeSettings().twin_elements == MOST_KEPT
+    with pytest.raises(Invalid, match="twin_elements"):
+        ProbeSettings(twin_elements=7)
