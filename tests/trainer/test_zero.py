@@ -71,7 +71,7 @@ def _run(world: int, folder: Path, device: str = "cpu") -> Ranks:
         for job in jobs:
             job.kill()
     assert [job.returncode for job in jobs] == [0] * world, "\n".join(errors)
-    return [torch.load(folder / f"out.{rank}") for rank in range(world)]
+    return [torch.load(folder / f"out.{rank}", map_location="cpu") for rank in range(world)]
 
 
 @pytest.mark.parametrize("stage", STAGES)
