@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks import run_ranks
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 
 import fp8scope
 
@@ -68,7 +68,7 @@ def run(folder: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> list[list[s
     """What attaching raised, by rank and attach. Waiting out a handshake would outlast the test."""
     for name, value in {"HOME": str(folder), "HANDSHAKE_SECONDS": "86400", "COLLECTOR": "offline"}.items():
         monkeypatch.setenv(f"FP8SCOPE_{name}", value)
-    spawn(run_rank, args=(case, str(folder)), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    run_ranks(run_rank, case, str(folder), ranks=WORLD)
     return [json.loads((folder / f"said.{rank}").read_text()) for rank in range(WORLD)]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.probe.expert_job import EXPERTS, IDLE, STEPS, Experts, Job, train, train_expert_rank
-from torch.multiprocessing.spawn import spawn
+from tests.ranks import run_ranks
 
 Spooled = Callable[[Path, str], list[Any]]
 
@@ -17,7 +17,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
 
     def run(**facts: Any) -> Path:
         monkeypatch.setenv("FP8SCOPE_HOME", str(tmp_path))
-        spawn(train_expert_rank, args=(Job(folder=str(tmp_path), **facts),), nprocs=2)  # type: ignore[no-untyped-call]
+        run_ranks(train_expert_rank, Job(folder=str(tmp_path), **facts), ranks=2)
         return tmp_path / "spool"
 
     return run

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.spawn import spawn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from fp8scope.scope import Scope
@@ -72,7 +72,7 @@ def train(rank: int, folder: str) -> None:
 
 def test_sharded_experts_keep_their_numbers(tmp_path: Path) -> None:
     """FSDP2 gives two experts to each rank: the second one's are the third and the fourth."""
-    spawn(train, args=(str(tmp_path),), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    run_ranks(train, str(tmp_path), ranks=WORLD)
     for rank in range(WORLD):
         check(pickle.loads((tmp_path / str(rank)).read_bytes()), range(2 * rank, 2 * rank + 2))
 

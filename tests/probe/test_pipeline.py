@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.probe.conftest import spooled_steps
 from tests.probe.stage_job import SCHEDULES, Job, Stage, train_alone, train_stage
+from tests.ranks import run_ranks
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 
 import fp8scope
 from fp8scope_protocol.errors import Invalid
@@ -25,7 +25,7 @@ def run(folder: Path, job: Job) -> Path:
     """The job's spool, once all ranks have ended."""
     os.environ["FP8SCOPE_HOME"] = str(folder)
     try:
-        spawn(train_stage, args=(job,), nprocs=job.world)  # type: ignore[no-untyped-call]
+        run_ranks(train_stage, job, ranks=job.world)
     finally:
         del os.environ["FP8SCOPE_HOME"]
     return folder / "spool"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ranks import IMPORTED
 
 from fp8scope.segment import segment_paths
 from fp8scope.spool import adopt
@@ -26,7 +27,7 @@ Launch = Callable[..., list[dict[str, Any] | None]]
 def launch(tmp_path: Path) -> Launch:
     """Runs rank_job.py once per rank; returns what each rank saw, None for a rank that died."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "fp8scope.worker"])
+    context.set_forkserver_preload(list(IMPORTED))
 
     def run(collector: str = NOWHERE, *, world: int = 2, settings: dict[str, Any] | None = None,
             **facts: Any) -> list[dict[str, Any] | None]:

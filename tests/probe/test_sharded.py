@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
@@ -118,7 +119,10 @@ def device(request: pytest.FixtureRequest) -> str:
 def by_rank(device: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Step]]]:
     """Per rank: arrangement -> steps."""
     folder = tmp_path_factory.mktemp("ranks")
-    spawn(train, args=(str(folder), device), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    if device == "cuda":
+        spawn(train, args=(str(folder), device), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    else:
+        run_ranks(train, str(folder), device, ranks=WORLD)
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(WORLD)]
 
 
@@ -175,7 +179,7 @@ def train_one_sided(rank: int, folder: str) -> None:
 def test_z6_a_probe_on_one_rank_changes_nothing(tmp_path: Path, spooled: Callable[..., Any]) -> None:
     """Z6: under DDP and FSDP2 both ranks train to the same losses, to the bit, and no collective waits for a
     probe that is not there: the job ends. What rank 0 measured alone says so."""
-    spawn(train_one_sided, args=(str(tmp_path),), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    run_ranks(train_one_sided, str(tmp_path), ranks=WORLD)
     for rank in range(WORLD):
         ddp, ddp_watched, fsdp, fsdp_watched = pickle.loads((tmp_path / f"losses{rank}").read_bytes())
         assert ddp == ddp_watched

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8scope.derive import derive
@@ -75,7 +75,7 @@ def train(rank: int, folder: str) -> None:
 def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, bool], Recorded]]:
     """Per rank: (metric, sharded) -> steps."""
     folder = tmp_path_factory.mktemp("ranks")
-    spawn(train, args=(str(folder),), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    run_ranks(train, str(folder), ranks=WORLD)
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(WORLD)]
 
 

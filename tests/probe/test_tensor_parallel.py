@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -71,7 +72,10 @@ def train(rank: int, folder: str, device: str) -> None:
 def test_a_tensor_parallel_model_has_the_numbers_of_one_process(device: str, tmp_path: Any) -> None:
     """Shards add up; an activation or a gradient that both ranks hold counts once, also where it is gathered
     while the hook looks at it. Compiled, the model trains on and its layers are listed."""
-    spawn(train, args=(str(tmp_path), device), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    if device == "cuda":
+        spawn(train, args=(str(tmp_path), device), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    else:
+        run_ranks(train, str(tmp_path), device, ranks=WORLD)
     tables, layout, events = recorded(network(device), MemoryWorker(), device)
     for plan in ("replicated", "sequences in parts"):
         ranks: list[Recorded] = [pickle.loads((tmp_path / f"{plan} {i}").read_bytes()) for i in range(WORLD)]

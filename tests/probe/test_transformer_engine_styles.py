@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.probe import engine
+from tests.ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.spawn import spawn
 from torch.utils.checkpoint import checkpoint
 
 from fp8scope.scope import Scope
@@ -58,7 +58,7 @@ def sharded(rank: int, folder: str) -> None:
 
 def test_z2_a_sharded_weight_is_measured_whole_and_once(tmp_path: Path) -> None:
     """Z2: though its own FSDP unit takes it apart right after the forward that tells how it is cast."""
-    spawn(sharded, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(sharded, str(tmp_path), ranks=2)
     first, second = (json.loads((tmp_path / str(rank)).read_text()) for rank in range(2))
     amax = next(one for one in layer().parameters() if one.dim() == 2).detach().abs().max().item()
     assert first == [[[False, 2048, amax], [True, 2048, amax]]] * len(ARRANGEMENTS)

@@ -2,13 +2,12 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.ranks import run_job
 
 from fp8scope.spool import adopt
 from fp8scope_protocol.wire import decode_batch, decode_hello
@@ -28,14 +27,7 @@ def job(folder: Path, ranks: int, plan: list[Plan]) -> list[Found]:
     path = folder / "plan.json"
     path.write_text(json.dumps(plan))
     (folder / "store").unlink(missing_ok=True)
-    command = [sys.executable, str(JOB)]
-    files = [str(folder / "store"), str(path)]
-    jobs = [subprocess.Popen([*command, str(rank), str(ranks), *files]) for rank in range(ranks)]
-    try:
-        assert [rank.wait(timeout=280) for rank in jobs] == [0] * ranks
-    finally:
-        for rank in jobs:
-            rank.kill()
+    run_job(JOB, folder / "store", path, ranks=ranks)
     return [[torch.load(f"{one['out']}.{rank}") for rank in range(ranks)] for one in plan]
 
 

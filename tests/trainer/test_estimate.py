@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ranks import run_job
 
 from fp8scope.cli import main
 from fp8scope_protocol.errors import Invalid
@@ -35,14 +36,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def measured(folder: Path, ranks: int) -> Found:
-    files = [str(folder / "store"), str(folder / "out")]
-    jobs = [subprocess.Popen([sys.executable, str(JOB), str(rank), str(ranks), *files])
-            for rank in range(ranks)]
-    try:
-        assert [job.wait(timeout=200) for job in jobs] == [0] * ranks
-    finally:
-        for job in jobs:
-            job.kill()
+    run_job(JOB, folder / "store", folder / "out", ranks=ranks)
     found: Found = json.loads((folder / "out.0").read_text())
     return found
 

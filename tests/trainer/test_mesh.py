@@ -1,13 +1,12 @@
 """An optimizer's codes, scales and weights do not depend on how many ranks hold them."""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from tests.ranks import run_job
 
 JOB = Path(__file__).with_name("mesh_job.py")
 
@@ -27,14 +26,7 @@ def job() -> ModuleType:
 def test_states_are_those_of_one_process(ranks: int, tmp_path: Path, job: ModuleType) -> None:
     """Uneven rows, ranks without any, experts, kernels, vectors, bf16 weights, a warm-up: equal to the bit in
     every format, for a rule with two moments and one with one."""
-    files = [str(tmp_path / "store"), str(tmp_path / "out")]
-    command = [sys.executable, str(JOB)]
-    jobs = [subprocess.Popen([*command, str(rank), str(ranks), *files]) for rank in range(ranks)]
-    try:
-        assert [one.wait(timeout=280) for one in jobs] == [0] * ranks
-    finally:
-        for one in jobs:
-            one.kill()
+    run_job(JOB, tmp_path / "store", tmp_path / "out", ranks=ranks)
     found = [torch.load(tmp_path / f"out.{rank}") for rank in range(ranks)]
     for rule, states in job.JOBS:
         for key, value in job.stepped(ranks=1, rule=rule, states=states).items():

@@ -1,14 +1,13 @@
 """ZeRO-2: two real ranks give what one process gives."""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from tests.ranks import run_job
 
 Found = list[dict[str, Any]]
 
@@ -30,14 +29,7 @@ def job() -> ModuleType:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each of two processes found."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, str(JOB)]
-    files = [str(folder / "store"), str(folder / "out")]
-    jobs = [subprocess.Popen([*command, str(rank), "2", *files]) for rank in range(2)]
-    try:
-        assert [job.wait(timeout=120) for job in jobs] == [0, 0]
-    finally:
-        for job in jobs:
-            job.kill()
+    run_job(JOB, folder / "store", folder / "out", ranks=2)
     return [torch.load(folder / f"out.{rank}") for rank in range(2)]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ranks import run_job
 from torch import nn
 
 from fp8scope_protocol.errors import Invalid
@@ -61,9 +62,10 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 
 
 def _run(world: int, folder: Path, device: str = "cpu") -> Ranks:
-    warn = "error" if device == "cpu" else "default"
-    command = [sys.executable, "-W", warn, str(JOB)]
-    jobs = [subprocess.Popen([*command, str(rank), str(world), str(folder), device],
+    if device == "cpu":
+        run_job(JOB, folder, device, ranks=world, strict=True)
+        return [torch.load(folder / f"out.{rank}") for rank in range(world)]
+    jobs = [subprocess.Popen([sys.executable, str(JOB), str(rank), str(world), str(folder), device],
                              stderr=subprocess.PIPE, text=True) for rank in range(world)]
     try:
         errors = [job.communicate(timeout=280)[1] for job in jobs]
@@ -71,7 +73,7 @@ def _run(world: int, folder: Path, device: str = "cpu") -> Ranks:
         for job in jobs:
             job.kill()
     assert [job.returncode for job in jobs] == [0] * world, "\n".join(errors)
-    return [torch.load(folder / f"out.{rank}") for rank in range(world)]
+    return [torch.load(folder / f"out.{rank}", map_location="cpu") for rank in range(world)]
 
 
 @pytest.mark.parametrize("stage", STAGES)
