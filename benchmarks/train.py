@@ -10,11 +10,13 @@ under FSDP2 on one rank, gathered in BF16. Each job is built from the same seed 
     bf16                       the same, not compiled
     fp8 compiled               Fp8Linear, layers under torch.compile, torch's fused AdamW
     fp8                        the same, not compiled
-    fp8 compiled, fp8 states   with our AdamW, moments in E4M3
+    fp8 compiled, fp8 states   with our AdamW, moments in E4M3, clipped while the step reads
+    the same, probe            with the probe as `fp8scope train` attaches it: every 10th step, no limit
 
-tokens/s is from the median step; memory is the most that torch had allocated; `estimate` is the estimator's
-figure for it; MFU is against the dense BF16 peak. A job that fails says why and does not stop the others; one
-that would begin after --limit-s seconds is left out and named.
+tokens/s is from the median step, with the probe from the mean of ten or twenty, every tenth of which is
+measured; memory is the most that torch had allocated; `estimate` is the estimator's figure for it; MFU is
+against the dense BF16 peak. A job that fails says why and does not stop the others; one that would begin
+after --limit-s seconds is left out and named.
 """
 
 import argparse
@@ -25,7 +27,10 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -33,6 +38,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+import fp8scope
 from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.convert import convert
 from fp8scope_trainer.data import Corpus, Text, batch_at, standard_library
@@ -46,6 +52,8 @@ from fp8scope_trainer.throughput import device_peak, mfu
 CANNOT_RUN = 2
 LR = 3e-4
 WARM_UP = 3
+EVERY = 10
+"""Steps between two that the probe measures; the first is one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +65,14 @@ class Job:
     compiled: bool
     states: str = ""
     """Of our AdamW; empty for torch's fused one."""
+    probe: bool = False
 
 
 JOBS = (
     Job(name="bf16 compiled", fp8=False, compiled=True),
     Job(name="fp8 compiled", fp8=True, compiled=True),
     Job(name="fp8 compiled, fp8 states", fp8=True, compiled=True, states="fp8"),
+    Job(name="the same, probe", fp8=True, compiled=True, states="fp8", probe=True),
     Job(name="fp8", fp8=True, compiled=False),
     Job(name="bf16", fp8=False, compiled=False),
 )
@@ -87,6 +97,16 @@ def built(job: Job, config: DecoderConfig, device: torch.device) -> tuple[nn.Mod
     return model, torch.optim.AdamW(plain, lr=LR, betas=(0.9, 0.95), fused=True)
 
 
+def observed(
+    job: Job, model: nn.Module, optimizer: Optimizer, folder: str
+) -> AbstractContextManager[fp8scope.Scope | None]:
+    """The probe, spooling into `folder`; nothing for jobs without."""
+    if not job.probe:
+        return nullcontext()
+    return fp8scope.attach(model, optimizer, run="train", every=EVERY, budget=None, collector="offline",
+                           spool=Path(folder))
+
+
 def steps(
     model: nn.Module, optimizer: Optimizer, corpus: Corpus[Text], config: DecoderConfig, batch: int,
     device: torch.device,
@@ -99,7 +119,10 @@ def steps(
                            batch_at(corpus.train, step=step, batch=batch, length=config.context))
         loss = F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
         torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if isinstance(optimizer, AdamW):
+            optimizer.clip_gradients(1.0)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         waited = loss.item()
@@ -117,16 +140,19 @@ def measure(
     started = time.perf_counter()
     model, optimizer = built(job, config, device)
     running = steps(model, optimizer, corpus, config, batch, device)
-    for _ in range(WARM_UP):
-        next(running)
-    warmed = time.perf_counter() - started
-    seconds, losses = zip(*(next(running) for _ in range(rounds)), strict=True)
-    speed = batch * config.context / statistics.median(seconds)
+    with TemporaryDirectory() as folder, observed(job, model, optimizer, folder):
+        for _ in range(WARM_UP):
+            next(running)
+        warmed = time.perf_counter() - started
+        rounds = rounds if not job.probe else -(-rounds // EVERY) * EVERY
+        seconds, losses = zip(*(next(running) for _ in range(rounds)), strict=True)
+    step_s = statistics.mean(seconds) if job.probe else statistics.median(seconds)
+    speed = batch * config.context / step_s
     used = mfu(speed, flops_per_token(config), device_peak(device))
     plan = Plan(states=job.states or "fp32", precision="fp8" if job.fp8 else "bf16",
                 tokens=batch * config.context)
     return {
-        "tokens_per_second": round(speed), "step_ms": round(1e3 * statistics.median(seconds), 1),
+        "tokens_per_second": round(speed), "step_ms": round(1e3 * step_s, 1),
         "step_ms_min": round(1e3 * min(seconds), 1), "mfu": None if used is None else round(used, 4),
         "peak_gb": round(torch.cuda.max_memory_allocated(device) / 1e9, 2) if device.type == "cuda" else None,
         "estimate_gb": round(estimate(size_of(config), plan).bytes_per_gpu / 1e9, 2),
