@@ -38,7 +38,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fp8scope.quantize import dequantize, quantize_tiles
+from fp8scope import backend
+from fp8scope.quantize import dequantize
 from fp8scope_protocol.formats import E5M2
 from fp8scope_trainer.data import Corpus, standard_library
 from fp8scope_trainer.decoder import DecoderConfig
@@ -79,7 +80,7 @@ class Sabotaged(torch.autograd.Function):
 def coarse(x: Tensor, kind: Kind) -> Tensor:
     """x [R, C] after a round trip through E5M2, or rounded to bf16."""
     if kind == "e5m2":
-        return dequantize(quantize_tiles(x.contiguous(), E5M2)).to(x.dtype)
+        return dequantize(backend.quantize_tiles(x.contiguous(), E5M2)).to(x.dtype)
     return x.bfloat16().to(x.dtype)
 
 
