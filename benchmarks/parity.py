@@ -15,8 +15,8 @@ Each seed trains the reference (BF16 linears, fp32 moments) and, from the same w
 Told of each: the mean over the seeds of (its held-out loss - the reference's) / the reference's, in percent,
 with its 95 % interval (Student's t). `within` where all of the interval is below 0.25 %, else `worse` where
 all of it is above 0, else `undecided`: more seeds would tell. The procedure is sound if both sabotages are
-`worse`; a run of it that does not see them says nothing of FP8 either. It ends with 1 if it is complete and
-not sound, or fp8 or fp8 states is not `within`.
+`worse`; a run of it that does not see them says nothing of FP8 either. It ends with 1 if all runs are there
+and it is not sound, or fp8 or fp8 states is not `within`; fewer than five seeds or 1,000 steps never pass.
 
 Five seeds and 1,000 steps: a decoder of 25 M parameters on a GPU, of 0.36 M on a CPU (two minutes a run).
 Finished runs are kept in --results, a line each, and not done again; none begins that would not be done
@@ -210,21 +210,32 @@ def done_here(options: argparse.Namespace) -> tuple[Losses, bool]:
                            lambda run: held_out(run, config, lr, corpus, world.device))
         if options.results is not None:
             losses |= read([options.results])
-    return {run: losses[run] for run in runs if run in losses}, all(run in losses for run in runs)
+    return {run: losses[run] for run in runs if run in losses}, all(run in losses for run in runs) and (
+        len(options.seeds) >= SEEDS and options.steps >= STEPS)
+
+
+def merged(paths: list[Path]) -> tuple[Losses, bool]:
+    """The runs that files hold, which must be of one comparison, and whether they are enough of them."""
+    losses = read(paths)
+    if len({replace(run, recipe="", seed=0) for run in losses}) > 1:
+        raise SystemExit("the files hold runs of several comparisons: other steps, models or machines")
+    pairs = {name: sum(run.recipe == name for run in losses) for name in (REFERENCE, *MUST_PASS)}
+    return losses, all(number >= SEEDS for number in pairs.values()) and all(
+        run.steps >= STEPS for run in losses)
 
 
 def main() -> int:
     """Prints one line a run, then one a recipe."""
     options = parsed()
-    losses, complete = (read(options.summary), True) if options.summary else done_here(options)
+    losses, complete = merged(options.summary) if options.summary else done_here(options)
     found = judged(losses)
     for name, one in found.items():
         print(f"{name:<15} {one['mean_percent']:+.4f} % +- {one['half_width_95']}  {one['verdict']} "
               f"({one['seeds']} seeds)")
     sound = all(found.get(name, {}).get("verdict") == "worse" for name in SABOTAGES)
-    passed = sound and all(found.get(name, {}).get("verdict") == "within" for name in MUST_PASS)
+    passed = sound and complete and all(found.get(name, {}).get("verdict") == "within" for name in MUST_PASS)
     print(f"{'sound' if sound else 'NOT sound: a sabotage was not rejected'}; "
-          f"{'passed' if passed else 'not passed'}{'' if complete else '; runs are missing'}")
+          f"{'passed' if passed else 'not passed'}{'' if complete else ': too few seeds or steps'}")
     if options.json:
         print(json.dumps({"benchmark": "parity", "complete": complete, "sound": sound, "results": found,
                           "runs": [asdict(run) | {"held_out": loss} for run, loss in losses.items()]}))

@@ -26,7 +26,7 @@ def parity() -> ModuleType:
 
 
 def runs(parity: ModuleType, recipe: str, seeds: int = 5) -> list[Any]:
-    same = {"steps": 1, "batch": 1, "width": 128, "machine": "here"}
+    same = {"steps": 1000, "batch": 1, "width": 128, "machine": "here"}
     return [parity.Run(recipe=recipe, seed=seed, **same) for seed in range(seeds)]
 
 
@@ -45,7 +45,7 @@ def test_the_whole_interval_decides(parity: ModuleType) -> None:
     add("perturbed bf16", 0.1, 0.02)
     add("fp8 states", 0.0, 0.3)
     add("wgrad 2 bits", 9.0, 0.0, seeds=1)
-    losses |= {replace(run, steps=2): 9.0 for run in runs(parity, "fp8")}
+    losses |= {replace(run, steps=1001): 9.0 for run in runs(parity, "fp8")}
     found = parity.judged(losses)
     assert {name: (one["verdict"], one["seeds"]) for name, one in found.items()} == {
         "e5m2": ("worse", 5), "fp8": ("within", 5), "perturbed bf16": ("within", 5),
@@ -78,7 +78,8 @@ def test_finished_runs_are_not_done_again(parity: ModuleType, tmp_path: Path) ->
 def test_a_procedure_that_accepts_a_sabotage_has_not_passed(
     parity: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--summary` merges files, says so and ends with 1; with both rejected it passes and ends with 0."""
+    """`--summary` merges files, says so and ends with 1; with both rejected it passes and ends with 0. Four
+    seeds are no pass, and other models are not merged."""
     percents = {"bf16": 0.0, "fp8": 0.01, "fp8 states": 0.0, "e5m2": 0.5, "wgrad 2 bits": 0.1}
     for recipe, percent in percents.items():
         lines = [json.dumps({"run": asdict(run), "held_out": (2 + 0.1 * run.seed) * (1 + percent / 100)})
@@ -92,6 +93,13 @@ def test_a_procedure_that_accepts_a_sabotage_has_not_passed(
     (tmp_path / "wgrad 2 bits").write_text("\n".join(lines))
     assert parity.main() == 0
     assert "sound; passed" in capsys.readouterr().out
+    whole = (tmp_path / "fp8").read_text()
+    (tmp_path / "fp8").write_text("\n".join(whole.splitlines()[1:]))
+    assert parity.main() == 0
+    assert "sound; not passed: too few seeds or steps" in capsys.readouterr().out
+    (tmp_path / "fp8").write_text(whole.replace('"width": 128', '"width": 256'))
+    with pytest.raises(SystemExit, match="several comparisons"):
+        parity.main()
 
 
 def test_a_sabotaged_linear_is_wrong_in_the_way_it_says(parity: ModuleType) -> None:
