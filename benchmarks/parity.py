@@ -1,48 +1,57 @@
 """Does FP8 lose anything against BF16? Paired seeds, held-out loss, and recipes that must be rejected.
 
-    python benchmarks/parity.py [--quick] [--json] [--results parity.json] [--limit-s 480]
+    python benchmarks/parity.py [--quick] [--json] [--results parity.jsonl] [--limit-s 480]
+    python benchmarks/parity.py --part 1/4 --results parity.jsonl       (and 2/4, 3/4, 4/4 beside it)
+    python benchmarks/parity.py --summary parity.jsonl
 
 Each seed trains the reference (BF16 linears, fp32 moments) and, from the same weights on the same data:
 
     fp8              FP8 linears, fp32 moments
-    fp8 states       FP8 linears, E4M3 moments
-    perturbed bf16   the reference with one weight moved by 1e-3: how far two equal recipes end apart
     e5m2             a sabotage: every operand of the linears in E5M2 tiles
     wgrad 2 bits     a sabotage: the weight gradient of the linears rounded to -amax, 0, amax
+    perturbed bf16   the reference with one weight moved by 1e-3: how far two equal recipes end apart
+    fp8 states       FP8 linears, E4M3 moments
 
 Told of each: the mean over the seeds of (its held-out loss - the reference's) / the reference's, in percent,
-with its 95 % interval (Student's t). `worse` where the whole interval is above 0, `within` where all of it is
-below 0.1 %, `undecided` otherwise: more seeds would tell. The procedure is sound if both sabotages are
-`worse`; a run of it that does not see them says nothing of FP8 either, and ends with 1.
+with its 95 % interval (Student's t). `within` where all of the interval is below 0.25 %, else `worse` where
+all of it is above 0, else `undecided`: more seeds would tell. The procedure is sound if both sabotages are
+`worse`; a run of it that does not see them says nothing of FP8 either. It ends with 1 if all runs are there
+and it is not sound, or fp8 or fp8 states is not `within`; fewer than five seeds or 1,000 steps never pass.
 
-Finished runs are kept in --results and not done again, so a long comparison fits into several calls; none
-begins after --limit-s. Five seeds by default; --quick: 0.36 M parameters and 40 steps, too little to tell.
+Five seeds and 1,000 steps: a decoder of 25 M parameters on a GPU, of 0.36 M on a CPU (two minutes a run).
+Finished runs are kept in --results, a line each, and not done again; none begins that would not be done
+within --limit-s. --part 1/4 does every 4th of all runs, recipe by recipe; processes may share one file.
+--quick: 0.36 M parameters, 40 steps and two seeds, too little to tell.
 """
 
 import argparse
 import json
+import math
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fp8scope.quantize import dequantize, quantize_tiles
+from fp8scope import backend
+from fp8scope.quantize import dequantize
 from fp8scope_protocol.formats import E5M2
-from fp8scope_trainer.data import standard_library
+from fp8scope_trainer.data import Corpus, standard_library
 from fp8scope_trainer.decoder import DecoderConfig
 from fp8scope_trainer.linear import Fp8Linear
 from fp8scope_trainer.paired import Curve, Numbers, Schedule, mean_and_half_width, trained
 from fp8scope_trainer.processes import joined
 from fp8scope_trainer.proxy import MODEL
 
-MARGIN = 0.1
+MARGIN = 0.25
 """Percent."""
-ON_GPU = DecoderConfig(width=512, layers=8, heads=8, kv_heads=4, head_width=64, hidden=1408, context=512)
+STEPS, SEEDS = 1000, 5
+ON_GPU = DecoderConfig(width=768, layers=4, heads=12, kv_heads=4, head_width=64, hidden=2048, context=512)
 Kind = Literal["e5m2", "wgrad 2 bits"]
 SABOTAGES: tuple[Kind, ...] = ("e5m2", "wgrad 2 bits")
 
@@ -71,7 +80,7 @@ class Sabotaged(torch.autograd.Function):
 def coarse(x: Tensor, kind: Kind) -> Tensor:
     """x [R, C] after a round trip through E5M2, or rounded to bf16."""
     if kind == "e5m2":
-        return dequantize(quantize_tiles(x.contiguous(), E5M2)).to(x.dtype)
+        return dequantize(backend.quantize_tiles(x.contiguous(), E5M2)).to(x.dtype)
     return x.bfloat16().to(x.dtype)
 
 
@@ -103,92 +112,159 @@ def perturb(model: nn.Module) -> None:
     model.get_parameter("layers.0.attention.qkv.weight")[0, 0] += 1e-3
 
 
+REFERENCE = "bf16"
 RECIPES: dict[str, Numbers] = {
-    "bf16": Numbers(precision="bf16"),
+    REFERENCE: Numbers(precision="bf16"),
     "fp8": Numbers(precision="fp8"),
-    "perturbed bf16": Numbers(precision="bf16", change=perturb),
-    "wgrad 2 bits": Numbers(precision="bf16", change=sabotage("wgrad 2 bits")),
     "e5m2": Numbers(precision="bf16", change=sabotage("e5m2")),
+    "wgrad 2 bits": Numbers(precision="bf16", change=sabotage("wgrad 2 bits")),
+    "perturbed bf16": Numbers(precision="bf16", change=perturb),
     "fp8 states": Numbers(precision="fp8", states="fp8"),
 }
-"""In the order in which they are run, the reference first."""
+"""The reference first, then in the order of their weight."""
+MUST_PASS = ("fp8", "fp8 states")
 
 
-def held_out(name: str, seed: int, config: DecoderConfig, schedule: Schedule, device: torch.device) -> float:
-    """Of one run."""
-    last = Curve()
-    corpus = standard_library(limit=20_000_000)
-    for curve in trained(config, RECIPES[name], schedule, corpus, seed=seed, device=device):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One run, and all that its loss depends on."""
+
+    recipe: str
+    seed: int
+    steps: int
+    batch: int
+    width: int
+    machine: str
+
+
+Losses = dict[Run, float]
+"""Held-out."""
+
+
+def wanted(seeds: list[int], **same: Any) -> list[Run]:
+    """All runs, recipe by recipe."""
+    return [Run(recipe=name, seed=seed, **same) for name in RECIPES for seed in seeds]
+
+
+def read(paths: Iterable[Path]) -> Losses:
+    """The finished runs that files hold."""
+    lines = [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
+    return {Run(**line["run"]): line["held_out"] for line in lines}
+
+
+def completed(runs: list[Run], path: Path | None, limit_s: float, do: Callable[[Run], float]) -> Losses:
+    """What `path` holds, and those of `runs` that are missing there and fit into the time."""
+    losses: Losses = {} if path is None else read([path])
+    started, longest = time.perf_counter(), 0.0
+    for run in runs:
+        begun = time.perf_counter()
+        if run in losses or begun - started + longest > limit_s:
+            continue
+        losses[run] = do(run)
+        longest = max(longest, time.perf_counter() - begun)
+        print(f"seed {run.seed}  {run.recipe:<15} held-out {losses[run]:.5f}  "
+              f"{time.perf_counter() - begun:.0f} s", flush=True)
+        if path is not None:
+            with path.open("a") as file:
+                file.write(json.dumps({"run": asdict(run), "held_out": losses[run]}) + "\n")
+    return losses
+
+
+def judged(losses: Losses) -> dict[str, dict[str, Any]]:
+    """Of each recipe what the module says; runs without their reference are left out."""
+    found = {}
+    for name in list(RECIPES)[1:]:
+        percents = [100 * (loss / losses[base] - 1) for run, loss in losses.items()
+                    if run.recipe == name and (base := replace(run, recipe=REFERENCE)) in losses]
+        if not percents:
+            continue
+        mean, half = mean_and_half_width(percents)
+        word = "within" if mean + half < MARGIN else "worse" if mean - half > 0 else "undecided"
+        found[name] = {"seeds": len(percents), "mean_percent": round(mean, 4), "verdict": word,
+                       "half_width_95": round(half, 4) if math.isfinite(half) else None,
+                       "percents": [round(one, 4) for one in percents]}
+    return found
+
+
+def held_out(
+    run: Run, config: DecoderConfig, lr: float, corpus: Corpus[Tensor], device: torch.device
+) -> float:
+    """Trains."""
+    last, schedule = Curve(), Schedule(steps=run.steps, batch=run.batch, lr=lr)
+    for curve in trained(config, RECIPES[run.recipe], schedule, corpus, seed=run.seed, device=device):
         last = curve
     return last.held_out
 
 
-def judged(losses: dict[str, dict[str, float]]) -> dict[str, dict[str, Any]]:
-    """`losses`: recipe -> seed -> held-out loss. Of each recipe what the module says."""
-    found = {}
-    for name in RECIPES:
-        pairs = [(one, losses["bf16"][seed]) for seed, one in losses.get(name, {}).items()
-                 if seed in losses.get("bf16", {})]
-        if name == "bf16" or not pairs:
-            continue
-        mean, half = mean_and_half_width([100 * (one - reference) / reference for one, reference in pairs])
-        word = "worse" if mean - half > 0 else "within" if mean + half < MARGIN else "undecided"
-        found[name] = {"seeds": len(pairs), "mean_percent": round(mean, 4), "verdict": word,
-                       "half_width_95": round(half, 4) if len(pairs) > 1 else None}
-    return found
+def done_here(options: argparse.Namespace) -> tuple[Losses, bool]:
+    """The runs that are there after those of this process, and whether none is missing."""
+    with joined(1) as world:
+        large = world.device.type == "cuda" and not options.quick
+        config = ON_GPU if large else MODEL
+        machine = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.machine()
+        runs = wanted(options.seeds, steps=options.steps, batch=16 if large else 8, width=config.width,
+                      machine=machine)
+        corpus, lr = standard_library(limit=20_000_000), 1e-3 if large else 2e-3
+        part, parts = options.part
+        losses = completed(runs[part - 1 :: parts], options.results, options.limit_s,
+                           lambda run: held_out(run, config, lr, corpus, world.device))
+        if options.results is not None:
+            losses |= read([options.results])
+    return {run: losses[run] for run in runs if run in losses}, all(run in losses for run in runs) and (
+        len(options.seeds) >= SEEDS and options.steps >= STEPS)
 
 
-def complete(path: Path | None, settings: dict[str, Any], seeds: int, limit_s: float,
-             run: Callable[[str, int], float]) -> dict[str, dict[str, float]]:
-    """Does what is missing in `path`, seed by seed, until the time is up."""
-    losses: dict[str, dict[str, float]] = {name: {} for name in RECIPES}
-    if path is not None and path.exists():
-        kept = json.loads(path.read_text())
-        if kept["settings"] != settings:
-            raise SystemExit(f"{path} holds runs of other settings: {kept['settings']}")
-        losses |= kept["losses"]
-    started = time.perf_counter()
-    for seed in range(seeds):
-        for name in RECIPES:
-            if str(seed) in losses[name] or time.perf_counter() - started > limit_s:
-                continue
-            losses[name][str(seed)] = run(name, seed)
-            print(f"seed {seed}  {name:<15} held-out {losses[name][str(seed)]:.5f}", flush=True)
-            if path is not None:
-                path.write_text(json.dumps({"settings": settings, "losses": losses}))
-    return losses
+def merged(paths: list[Path]) -> tuple[Losses, bool]:
+    """The runs that files hold, which must be of one comparison, and whether they are enough of them."""
+    losses = read(paths)
+    if len({replace(run, recipe="", seed=0) for run in losses}) > 1:
+        raise SystemExit("the files hold runs of several comparisons: other steps, models or machines")
+    pairs = {name: sum(run.recipe == name for run in losses) for name in (REFERENCE, *MUST_PASS)}
+    return losses, all(number >= SEEDS for number in pairs.values()) and all(
+        run.steps >= STEPS for run in losses)
 
 
 def main() -> int:
     """Prints one line a run, then one a recipe."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, 40 steps, two seeds")
-    parser.add_argument("--json", action="store_true", help="print a summary as the last line")
-    parser.add_argument("--seeds", type=int, help="pairs (5; 2 with --quick)")
-    parser.add_argument("--steps", type=int, help="of each run (400 on a GPU, 150 on a CPU)")
-    parser.add_argument("--results", type=Path, help="file that finished runs are kept in")
-    parser.add_argument("--limit-s", type=float, default=480.0, help="no run begins after this")
-    options = parser.parse_args()
-    with joined(1) as world:
-        large = world.device.type == "cuda" and not options.quick
-        config = ON_GPU if large else MODEL
-        steps = options.steps or (40 if options.quick else 400 if large else 150)
-        schedule = Schedule(steps=steps, batch=16 if large else 8, lr=1e-3 if large else 2e-3)
-        seeds = options.seeds or (2 if options.quick else 5)
-        machine = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.machine()
-        settings = {"machine": machine, "steps": steps, "batch": schedule.batch, "width": config.width}
-        losses = complete(options.results, settings, seeds, options.limit_s,
-                          lambda name, seed: held_out(name, seed, config, schedule, world.device))
+    options = parsed()
+    losses, complete = merged(options.summary) if options.summary else done_here(options)
     found = judged(losses)
     for name, one in found.items():
         print(f"{name:<15} {one['mean_percent']:+.4f} % +- {one['half_width_95']}  {one['verdict']} "
               f"({one['seeds']} seeds)")
-    done = all(len(losses[name]) >= seeds for name in RECIPES)
+    sound = all(found.get(name, {}).get("verdict") == "worse" for name in SABOTAGES)
+    passed = sound and complete and all(found.get(name, {}).get("verdict") == "within" for name in MUST_PASS)
+    print(f"{'sound' if sound else 'NOT sound: a sabotage was not rejected'}; "
+          f"{'passed' if passed else 'not passed'}{'' if complete else ': too few seeds or steps'}")
     if options.json:
-        print(json.dumps({"benchmark": "parity", "settings": settings, "complete": done, "results": found,
-                          "losses": losses}))
-    seen = all(found.get(name, {}).get("verdict") == "worse" for name in SABOTAGES)
-    return 0 if seen or not done or options.quick else 1
+        print(json.dumps({"benchmark": "parity", "complete": complete, "sound": sound, "results": found,
+                          "runs": [asdict(run) | {"held_out": loss} for run, loss in losses.items()]}))
+    return 0 if passed or not complete or options.quick else 1
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a tiny model, 40 steps, two seeds")
+    add("--json", action="store_true", help="print a summary as the last line")
+    add("--seeds", type=int, nargs="+", help=f"(0 to {SEEDS - 1}; 0 and 1 with --quick)")
+    add("--steps", type=int, help=f"of each run ({STEPS}; 40 with --quick)")
+    add("--part", type=_part, default=(1, 1), help="1/4: every 4th of the runs, from the first on (1/1)")
+    add("--results", type=Path, help="file that finished runs are kept in, a line each")
+    add("--summary", type=Path, nargs="+", help="run nothing; judge the runs in these files")
+    add("--limit-s", type=float, default=480.0, help="no run begins that would end after this (480)")
+    given = parser.parse_args()
+    given.seeds = given.seeds or list(range(2 if given.quick else SEEDS))
+    given.steps = given.steps or (40 if given.quick else STEPS)
+    return given
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 1 to N")
+    return int(part), int(parts)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ ROOT = "(model)"
 """Name of a model that is itself the layer."""
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 UNSEEN = "fused experts: only their weights are measured, in detailed steps (fused.py)"
+CODES = ("weight: gathered as FP8 codes, its values are whole on no rank; it and gemm_error are measured "
+         "while the layer runs in shadow")
 
 
 class Weight(NamedTuple):
@@ -143,9 +145,13 @@ def parameter_places(model: nn.Module) -> dict[int, ParameterPlace]:
 
 
 def find_unobserved(model: nn.Module) -> tuple[Unobserved, ...]:
-    """Modules with matrices of their own that are no layer we can watch."""
+    """Modules with matrices of their own that are no layer we can watch, and weights that are gathered as
+    codes: their shards say so."""
     watched = {id(layer.module) for layer in find_layers(model)}
-    return tuple(
+    codes = tuple(Unobserved(name=_listable(canonical_name(name)), reason=CODES)
+                  for name, one in model.named_parameters()
+                  if hasattr(getattr(one, "_local_tensor", one), "gathers_fp8"))
+    return codes + tuple(
         Unobserved(name=_listable(canonical_name(name)) or ROOT, reason=(
             UNSEEN if fused_weights(module) else f"{type(module).__name__} is not a linear layer"))
         for name, module in model.named_modules()

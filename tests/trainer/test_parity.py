@@ -1,9 +1,12 @@
 """The parity benchmark's judgement, and that a comparison goes on where it was cut off."""
 
 import importlib.util
+import json
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -22,42 +25,81 @@ def parity() -> ModuleType:
     return module
 
 
+def runs(parity: ModuleType, recipe: str, seeds: int = 5) -> list[Any]:
+    same = {"steps": 1000, "batch": 1, "width": 128, "machine": "here"}
+    return [parity.Run(recipe=recipe, seed=seed, **same) for seed in range(seeds)]
+
+
 def test_the_whole_interval_decides(parity: ModuleType) -> None:
-    """Seeds differ by percents; in pairs a steady 0.3 % is worse, a scattered 0 undecided, 0.01 % within."""
-    reference = {str(seed): 2.0 + 0.05 * seed for seed in range(5)}
-    spread = (-1, 1, 0, 1, -1)
+    """Seeds differ by percents; in pairs a steady 0.3 % is worse, a scattered 0 undecided, 0.01 % within, and
+    so is 0.1 % that is surely there but below 0.25 %. One pair decides nothing; other runs are apart."""
+    losses = {run: 2.0 + 0.05 * run.seed for run in runs(parity, "bf16")}
 
-    def moved(percent: float, noise: float) -> dict[str, float]:
-        return {seed: loss * (1 + (percent + noise * one) / 100)
-                for (seed, loss), one in zip(reference.items(), spread, strict=True)}
+    def add(recipe: str, percent: float, noise: float, seeds: int = 5) -> None:
+        for run, sign in zip(runs(parity, recipe, seeds), (-1, 1, 0, 1, -1), strict=False):
+            base = losses[replace(run, recipe="bf16")]
+            losses[run] = base * (1 + (percent + noise * sign) / 100)
 
-    found = parity.judged({"bf16": reference, "e5m2": moved(0.3, 0.05), "fp8": moved(0.01, 0.02),
-                           "fp8 states": moved(0.0, 0.3)})
-    assert {name: one["verdict"] for name, one in found.items()} == {
-        "e5m2": "worse", "fp8": "within", "fp8 states": "undecided"}
+    add("e5m2", 0.3, 0.05)
+    add("fp8", 0.01, 0.02)
+    add("perturbed bf16", 0.1, 0.02)
+    add("fp8 states", 0.0, 0.3)
+    add("wgrad 2 bits", 9.0, 0.0, seeds=1)
+    losses |= {replace(run, steps=1001): 9.0 for run in runs(parity, "fp8")}
+    found = parity.judged(losses)
+    assert {name: (one["verdict"], one["seeds"]) for name, one in found.items()} == {
+        "e5m2": ("worse", 5), "fp8": ("within", 5), "perturbed bf16": ("within", 5),
+        "fp8 states": ("undecided", 5), "wgrad 2 bits": ("undecided", 1)}
     assert found["e5m2"]["mean_percent"] == pytest.approx(0.3, abs=1e-4)
 
 
 def test_finished_runs_are_not_done_again(parity: ModuleType, tmp_path: Path) -> None:
-    """The first call is out of time after one run; the second does the rest, and runs of other settings are
-    not mixed in."""
-    done: list[tuple[str, int]] = []
+    """Four parts cover all runs once; a part that was cut off goes on; without time nothing begins."""
+    done: list[Any] = []
 
-    def run(name: str, seed: int) -> float:
-        done.append((name, seed))
+    def do(run: Any) -> float:
+        done.append(run)
         if len(done) == 3:
             raise KeyboardInterrupt
         return float(len(done))
 
-    path, settings = tmp_path / "results", {"steps": 1}
+    path = tmp_path / "results"
+    wanted = parity.wanted([0, 1, 2], steps=1, batch=1, width=128, machine="here")
+    parts = [wanted[part::4] for part in range(4)]
     with pytest.raises(KeyboardInterrupt):
-        parity.complete(path, settings, 2, 1e9, run)
-    assert parity.complete(path, settings, 2, -1.0, run)["fp8"] == {"0": 2.0}
-    parity.complete(path, settings, 2, 1e9, run)
-    assert len(done) == 1 + 2 * len(parity.RECIPES)
-    assert len(set(done)) == 2 * len(parity.RECIPES)
-    with pytest.raises(SystemExit, match="other settings"):
-        parity.complete(path, {"steps": 2}, 2, 1e9, run)
+        parity.completed(parts[0], path, 1e9, do)
+    assert parity.completed(parts[0], path, -1.0, do) == {parts[0][0]: 1.0, parts[0][1]: 2.0}
+    for part in parts:
+        parity.completed(part, path, 1e9, do)
+    assert sorted(map(str, done)) == sorted(map(str, [*wanted, done[2]]))
+    assert set(parity.read([path])) == set(wanted)
+
+
+def test_a_procedure_that_accepts_a_sabotage_has_not_passed(
+    parity: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--summary` merges files, says so and ends with 1; with both rejected it passes and ends with 0. Four
+    seeds are no pass, and other models are not merged."""
+    percents = {"bf16": 0.0, "fp8": 0.01, "fp8 states": 0.0, "e5m2": 0.5, "wgrad 2 bits": 0.1}
+    for recipe, percent in percents.items():
+        lines = [json.dumps({"run": asdict(run), "held_out": (2 + 0.1 * run.seed) * (1 + percent / 100)})
+                 for run in runs(parity, recipe)]
+        (tmp_path / recipe).write_text("\n".join(lines))
+    monkeypatch.setattr(sys, "argv", ["parity", "--summary", *[str(tmp_path / name) for name in percents]])
+    assert parity.main() == 1
+    assert "NOT sound" in capsys.readouterr().out
+    lines = [json.dumps({"run": asdict(run), "held_out": (2 + 0.1 * run.seed) * 1.02})
+             for run in runs(parity, "wgrad 2 bits")]
+    (tmp_path / "wgrad 2 bits").write_text("\n".join(lines))
+    assert parity.main() == 0
+    assert "sound; passed" in capsys.readouterr().out
+    whole = (tmp_path / "fp8").read_text()
+    (tmp_path / "fp8").write_text("\n".join(whole.splitlines()[1:]))
+    assert parity.main() == 0
+    assert "sound; not passed: too few seeds or steps" in capsys.readouterr().out
+    (tmp_path / "fp8").write_text(whole.replace('"width": 128', '"width": 256'))
+    with pytest.raises(SystemExit, match="several comparisons"):
+        parity.main()
 
 
 def test_a_sabotaged_linear_is_wrong_in_the_way_it_says(parity: ModuleType) -> None:

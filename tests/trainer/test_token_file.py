@@ -63,6 +63,7 @@ def test_a_token_beyond_the_vocabulary_is_named_when_it_is_read(tmp_path: Path) 
     (HEADER.pack(MAGIC, 3, 9, 2), {}, "has a broken header: tokens of 3 bytes"),
     (HEADER.pack(MAGIC, 2, 9, 2) + b"abc", {}, "has 35 bytes where its header announces 2 tokens, 36 bytes"),
     (HEADER.pack(MAGIC, 2, 9, 0), {}, "holds no tokens"),
+    (HEADER.pack(MAGIC, 2, 9, 1)[:-1] + b"\x07ab", {}, "00 07 in bytes 24 to 31 of its header"),
     (HEADER.pack(MAGIC, 2, 9, 1) + b"ab", {"vocabulary": 8}, "says 9; leave the option out"),
     (HEADER.pack(MAGIC, 2, 9, 1) + b"ab", {"dtype": "uint32"}, "says uint16; leave the option out"),
 ])

@@ -12,9 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
-from fp8scope_trainer.options import parse
+from fp8scope.spool import adopt
+from fp8scope_protocol.errors import Invalid
+from fp8scope_protocol.series import decode_layout
+from fp8scope_protocol.wire import decode_hello
+from fp8scope_trainer.adamw import AdamW
+from fp8scope_trainer.checkpoint_folder import newest
+from fp8scope_trainer.options import Saving, parse
 from fp8scope_trainer.progress import Record
+from fp8scope_trainer.saving import Checkpoints
 from fp8scope_trainer.token_file import write_tokens
 from fp8scope_trainer.train import main
 
@@ -92,10 +100,89 @@ def test_a_resumed_job_goes_on_as_if_it_had_never_stopped(
     assert (first["first_step"], second["first_step"], second["steps"]) == (0, 3, 2)
     assert first["losses"] + second["losses"] == through["losses"]
     assert second["held_out_loss"] == through["held_out_loss"]
+    beyond = here(capsys, "--steps", "4", "--resume", *arguments)
+    assert (beyond["first_step"], beyond["steps"], beyond["tokens_per_second"]) == (5, 0, 0)
+    assert beyond["held_out_loss"] == through["held_out_loss"]
     for other, said in ((["--resume", "--accumulate", "2"], "sequences_per_step = 2: the checkpoint was"),
                         (["--resume", "--states", "fp8"], "states"), ([], "holds checkpoints already")):
         assert main(["--no-probe", "--batch", "1", "--steps", "9", *arguments, *other]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_nothing_left_to_train_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint of as many steps as were asked for: no step, exit code 0, and one line that says why."""
+    arguments = ["--no-probe", "--batch", "1", "--steps", "1", "--checkpoint", str(tmp_path / "saved")]
+    assert main(arguments) == 0
+    assert "nothing is left" not in capsys.readouterr().err
+    assert main([*arguments, "--resume"]) == 0
+    assert "nothing is left to train: the checkpoint has 1 steps, and --steps is 1" in capsys.readouterr().err
+
+
+def test_a_job_that_cannot_save_says_so_trains_on_and_does_not_end_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first failed save is told at once, all steps are made, and the exit code is 1."""
+    (tmp_path / "file").write_text("in the way")
+    arguments = ["--no-probe", "--json", "--batch", "1", "--steps", "2", "--save-every", "1"]
+    assert main([*arguments, "--checkpoint", str(tmp_path / "file" / "saved")]) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out.splitlines()[-1])["steps"] == 2
+    first, last = (line for line in told.err.splitlines() if line.startswith("fp8scope train: no checkpoint"))
+    assert "Not a directory; training goes on" in first
+    assert last.endswith("the job ends with exit code 1")
+    assert main([*arguments, "--checkpoint", str(tmp_path / "file")]) == 2
+    assert "is a file; name a folder" in capsys.readouterr().err
+
+
+def test_a_later_checkpoint_makes_up_for_a_failed_one(tmp_path: Path) -> None:
+    """Only what was trained after the last good one is lost; its failure is what counts."""
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    model = nn.Linear(8, 8)
+    saves = Checkpoints(saving=Saving(folder=str(blocked / "saved"), every=1), model=model,
+                        optimizer=AdamW(model.parameters()), reads={})
+    saves.after_step(0, last=False)
+    assert saves.failed
+    blocked.unlink()
+    saves.after_step(1, last=False)
+    assert not saves.failed
+    assert newest(blocked / "saved") is not None
+
+
+def test_ranks_that_share_layers_train_as_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    """They read the same sequences; losses are those of one rank with as many, within 1e-3."""
+    arguments = ["--steps", "2", "--precision", "bf16", "--states", "fp32", "--batch", "2"]
+    alone = here(capsys, *arguments)
+    shared = summary(*arguments, "--ranks", "2", "--tensor-parallel", "2")
+    assert shared["tokens_per_step"] == alone["tokens_per_step"]
+    assert shared["losses"] == pytest.approx(alone["losses"], abs=1e-3)
+    assert (shared["tensor_parallel"], shared["ranks"]) == (2, 2)
+
+
+def test_weights_gathered_as_codes_are_counted_and_listed_as_not_observed(tmp_path: Path) -> None:
+    """8 of the demo's 16 have rows for two ranks; the probe lists each of them and measures the others."""
+    command = [sys.executable, "-m", "fp8scope_trainer.train", "--ranks", "2", "--stage", "3", "--fp8-gather",
+               "--steps", "2", "--batch", "1", "--every", "1", "--collector", "offline", "--run", "codes"]
+    done = subprocess.run(command, env=ENVIRONMENT | {"FP8SCOPE_HOME": str(tmp_path)}, capture_output=True,
+                          text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "8 of 16 weights are gathered as FP8 codes" in done.stderr
+    (spool,) = adopt(tmp_path / "spool", "codes", limit=2**30)
+    while (record := spool.peek()) is not None:
+        spool.ack(record)
+    hidden = decode_hello(spool.hello).unobserved
+    assert {one.name for one in hidden if "gathered as FP8 codes" in one.reason} == {
+        f"layers.{i}.{part}.weight" for i in range(4) for part in ("attention.qkv", "mlp.gate_up")}
+    series = [one for layout in spool.layouts.values() for one in decode_layout(layout).series]
+    assert {one.name for one in series if one.role == "weight" and one.live} == {
+        f"layers.{i}.{part}.weight" for i in range(4) for part in ("attention.out", "mlp.down")}
+    spool.close()
+
+
+def test_layers_that_no_ranks_can_share_are_refused_before_anything_starts() -> None:
+    """The demo has two key/value heads."""
+    with pytest.raises(Invalid, match="kv_heads = 2: must be a multiple of 4"):
+        parse(["--ranks", "4", "--tensor-parallel", "4", "--states", "fp32"])
 
 
 def test_a_token_file_is_trained_on_with_its_own_vocabulary(
@@ -183,6 +270,17 @@ def test_a_signal_ends_all_ranks_with_a_summary(ranks: int) -> None:
     (["--states", "fp8", "--block", "64"], "block = 64"),
     (["--stage", "4"], "stage = '4': must be one of 0"),
     (["--shard-ranks", "2"], "goes with stage HYBRID_SHARD"),
+    (["--tensor-parallel", "0"], "--tensor-parallel = 0: must be a whole number from 1"),
+    (["--tensor-parallel", "3"], "must divide the number of ranks, 2"),
+    (["--tensor-parallel", "2"], "--states = 'fp8': does not go with --tensor-parallel"),
+    (["--tensor-parallel", "2", "--states", "fp32", "--drill", "frozen-amax"], "cannot be cut"),
+    (["--tensor-parallel", "2", "--states", "fp32", "--stage", "HYBRID_SHARD", "--shard-ranks", "2"],
+     "must divide the 1 groups"),
+    (["--fp8-gather"], "is for --stage 3 and HYBRID_SHARD"),
+    (["--fp8-gather", "--stage", "3", "--precision", "bf16"], "needs --precision fp8"),
+    (["--fp8-gather", "--stage", "3", "--states", "fp32", "--tensor-parallel", "2"],
+     "does not go with --tensor-parallel"),
+    (["--fp8-gather", "--stage", "HYBRID_SHARD", "--shard-ranks", "1"], "needs two ranks or more"),
     (["--clip", "0"], "clip = 0.0: must be above 0"),
     (["--warmup", "-1"], "warmup_steps = -1: must be a whole number"),
     (["--accumulate", "0"], "accumulate = 0: must be a whole number"),

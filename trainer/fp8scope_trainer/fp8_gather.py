@@ -145,6 +145,12 @@ def gather_in_fp8(model: nn.Module) -> tuple[str, ...]:
     return tuple(chosen)
 
 
+def gathered_as_codes(model: nn.Module) -> tuple[str, ...]:
+    """Names of the weights that `gather_in_fp8` has chosen."""
+    return tuple(name for name, parameter in model.named_parameters()
+                 if type(getattr(parameter, "_local_tensor", None)) is ShardedWeight)
+
+
 def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
     """FSDP2's records of its parameters. It has no public way to them; torch 2.11 keeps one group a unit."""
     for module in model.modules():

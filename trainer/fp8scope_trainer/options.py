@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -17,6 +18,7 @@ from fp8scope_trainer.drill import DRILLS, FrozenAmax
 from fp8scope_trainer.recipes import RECIPES, Precision, TrainingRecipe, check_clip
 from fp8scope_trainer.stage import Stage, parse_stage
 from fp8scope_trainer.state_format import FORMATS, StateFormat
+from fp8scope_trainer.tensor_parallel import check_cut
 from fp8scope_trainer.token_file import DTYPES, TokenFile, open_tokens
 
 MOST_RANKS = 256
@@ -71,6 +73,8 @@ class Saving:
     def __post_init__(self) -> None:
         if self.every is not None:
             check_whole("save_every", self.every, least=1)
+        if Path(self.folder).exists() and not Path(self.folder).is_dir():
+            raise Invalid("--checkpoint", self.folder, "is a file; name a folder")
         if not self.resume and (found := newest(self.folder)) is not None:
             raise Invalid("--checkpoint", self.folder, f"holds checkpoints already, the newest {found.name}; "
                           "go on from it with --resume, or name another folder")
@@ -93,6 +97,10 @@ class TrainOptions:
     stage: str | None
     """None for 2 where there is a process group, else 0."""
     shard_ranks: int | None
+    tensor_parallel: int
+    """Ranks that share each layer."""
+    fp8_gather: bool
+    """Weights of FP8 layers are gathered as codes."""
     seed: int
     lr: float
     batch: int
@@ -141,10 +149,52 @@ class TrainOptions:
             if self.stage is None or parse_stage(self.stage) is not Stage.HYBRID:
                 raise Invalid("shard_ranks", self.shard_ranks, "goes with stage HYBRID_SHARD")
             check_whole("shard_ranks", self.shard_ranks, least=1, most=MOST_RANKS)
+        self._check_cut()
+        if self.fp8_gather:
+            self._check_fp8_gather()
         if self.peak_tflops is not None and not 0 < self.peak_tflops < 1e6:
             raise Invalid("peak_tflops", self.peak_tflops, "must be above 0 and below 1e6")
         if self.data is not None:
             self.data.open()
+
+    def _check_cut(self) -> None:
+        """Of tensor parallelism."""
+        ranks = self.tensor_parallel
+        check_whole("--tensor-parallel", ranks, least=1, most=MOST_RANKS)
+        if ranks == 1:
+            return
+        if self.ranks % ranks:
+            raise Invalid("--tensor-parallel", ranks, f"must divide the number of ranks, {self.ranks}")
+        if self.shard_ranks is not None and self.data_ranks % self.shard_ranks:
+            raise Invalid("--shard-ranks", self.shard_ranks,
+                          f"must divide the {self.data_ranks} groups of ranks that share layers")
+        if self.recipe.states != "fp32":
+            raise Invalid("--states", self.recipe.states, "does not go with --tensor-parallel, which cuts "
+                          "columns where rounding needs whole rows; give --states fp32")
+        if self.drill is not None:
+            raise Invalid("--drill", DRILLS[0], "does not go with --tensor-parallel: a layer with an amax "
+                                                "history, which it freezes, cannot be cut")
+        with torch.device("meta"):
+            check_cut(Decoder(self.model), ranks)
+
+    def _check_fp8_gather(self) -> None:
+        stage = parse_stage(self.stage or "2")
+        if self.precision != "fp8":
+            raise Invalid("--fp8-gather", True, "needs --precision fp8: layers in BF16 have no codes")
+        if stage not in (Stage.PARAMETERS, Stage.HYBRID):
+            raise Invalid("--fp8-gather", True, "is for --stage 3 and HYBRID_SHARD, which gather weights in "
+                                                f"forward and backward; stage {stage.value} does not")
+        if self.tensor_parallel > 1:
+            raise Invalid("--fp8-gather", True, "does not go with --tensor-parallel: each rank would gather "
+                                                "the codes of its part only")
+        if (self.shard_ranks or self.ranks) < 2:
+            raise Invalid("--fp8-gather", True, "needs two ranks or more that share weights: with one, "
+                                                "nothing is gathered")
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of ranks that read the same sequences; without tensor parallelism the ranks."""
+        return self.ranks // self.tensor_parallel
 
     @property
     def precision(self) -> Precision:
@@ -160,7 +210,12 @@ class TrainOptions:
     @property
     def tokens_per_step(self) -> int:
         """Over all ranks and micro-batches."""
-        return self.batch * self.accumulate * self.ranks * PRESETS[self.preset].model().context
+        return self.sequences_per_step * PRESETS[self.preset].model().context
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Over all ranks and micro-batches."""
+        return self.batch * self.accumulate * self.data_ranks
 
 
 def parse(argv: list[str]) -> TrainOptions:
@@ -172,7 +227,8 @@ def parse(argv: list[str]) -> TrainOptions:
     return TrainOptions(
         run=given.run or f"{given.preset}-{recipe.precision}", preset=given.preset, steps=given.steps,
         ranks=given.ranks, recipe=recipe, block=given.block, states_warmup=given.states_warmup,
-        stage=given.stage, shard_ranks=given.shard_ranks, seed=given.seed,
+        stage=given.stage, shard_ranks=given.shard_ranks, tensor_parallel=given.tensor_parallel,
+        fp8_gather=given.fp8_gather, seed=given.seed,
         lr=preset.lr * recipe.lr_factor if given.lr is None else given.lr,
         batch=preset.batch if given.batch is None else given.batch, accumulate=given.accumulate,
         data=_data(given), saving=_saving(given), compile=given.compile,
@@ -205,6 +261,8 @@ def _parser() -> Parser:
     add("--accumulate", type=int, default=1, help="micro-batches a step (1)")
     add("--stage", help="of ZeRO: 0, 1, 2, 3, HYBRID_SHARD (2)")
     add("--shard-ranks", type=int, help="HYBRID_SHARD: ranks that share one shard (a node's)")
+    add("--tensor-parallel", type=int, default=1, help="ranks that share each layer (1)")
+    add("--fp8-gather", action="store_true", help="stage 3, HYBRID_SHARD: weights are gathered as FP8 codes")
     add("--compile", action="store_true", help="run the layers under torch.compile")
     add("--deterministic", action="store_true", help="repeat to the bit on a GPU, too")
     add("--peak-tflops", type=float, help="of one device, for MFU (known of some GPUs)")

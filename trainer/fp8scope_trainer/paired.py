@@ -104,7 +104,7 @@ def trained(
             group["lr"] = lr
         loss = _loss(model, corpus.train, step, config, schedule, seed, device)
         torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), schedule.clip)
+        optimizer.clip_gradients(schedule.clip)
         optimizer.step()
         optimizer.zero_grad()
         advance_histories(model)

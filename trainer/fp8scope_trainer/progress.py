@@ -53,7 +53,8 @@ class Record:
     precision_changes: list[dict[str, Any]] = field(default_factory=list)
     """Each with the first step that ran in the new precision."""
     started: float = field(default_factory=time.perf_counter)
-    ended: float = 0.0
+    ended: float | None = None
+    """None before the first step is done."""
     _precisions: dict[str, str] = field(default_factory=dict)
 
     def add(self, loss: float, memory_bytes: int | None = None) -> Speed:
@@ -63,9 +64,14 @@ class Record:
         return self.speed
 
     @property
+    def seconds(self) -> float:
+        """Of all steps."""
+        return 0.0 if self.ended is None else self.ended - self.started
+
+    @property
     def speed(self) -> Speed:
         """Over all steps."""
-        rate = len(self.losses) * self.tokens_per_step / max(self.ended - self.started, 1e-9)
+        rate = len(self.losses) * self.tokens_per_step / max(self.seconds, 1e-9)
         used = mfu(rate, self.flops_per_token, self.peak_tflops, devices=self.devices)
         return Speed(rate, used, self.memory_bytes)
 
@@ -80,14 +86,14 @@ class Record:
         """For `--json`. A loss that is not finite is null: JSON has no NaN."""
         finite = [loss for loss in self.losses if math.isfinite(loss)]
         shown = [round(loss, 6) if math.isfinite(loss) else None for loss in self.losses]
-        seconds, speed = self.ended - self.started, self.speed
+        speed = self.speed
         return {
             "steps": len(self.losses),
             "loss": {"first": shown[0] if shown else None, "last": shown[-1] if shown else None,
                      "min": round(min(finite), 6) if finite else None,
                      "nonfinite": len(self.losses) - len(finite)},
             "losses": shown,
-            "seconds_per_step": round(seconds / max(len(shown), 1), 4),
+            "seconds_per_step": round(self.seconds / max(len(shown), 1), 4),
             "tokens_per_second": round(speed.tokens_per_second, 1),
             "mfu": None if speed.mfu is None else round(speed.mfu, 4),
             "peak_memory_bytes": speed.memory_bytes,

@@ -17,8 +17,11 @@ from fp8scope_trainer.checkpoint_folder import NotSaved, newest
 from fp8scope_trainer.optimizer import StateOptimizer
 from fp8scope_trainer.options import Saving, TrainOptions
 
+LOST = 1
+"""Exit code of a job whose last checkpoint could not be saved."""
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+
+@dataclass(kw_only=True, slots=True, eq=False)
 class Checkpoints:
     """Those of one job; of a job without any it does nothing."""
 
@@ -27,6 +30,9 @@ class Checkpoints:
     optimizer: StateOptimizer
     reads: dict[str, Any]
     """What the position in the data depends on, see `reads_of`."""
+    rank: int = 0
+    failed: bool = False
+    """Whether the last one could not be saved, so that what was trained since is lost."""
 
     def first_step(self) -> int:
         """Loads the newest checkpoint if that was asked for and there is one; the number of the next step.
@@ -43,7 +49,10 @@ class Checkpoints:
         return at.step
 
     def after_step(self, step: int, *, last: bool) -> None:
-        """Saves if it is time. Call it on every rank, between two steps. A full disk does not end the job."""
+        """Saves if it is time. Call it on every rank, between two steps.
+
+        What cannot be saved does not end the job: it is told at once and counts in the exit code.
+        """
         if self.saving is None:
             return
         done = step + 1
@@ -51,11 +60,20 @@ class Checkpoints:
             try:
                 save(self.saving.folder, self.model, self.optimizer, step=done, data_position=done,
                      extra=self.reads)
-            except NotSaved as failed:
-                print(f"fp8scope train: {failed}", file=sys.stderr, flush=True)
+                self.failed = False
+            except (NotSaved, Invalid) as failed:
+                self.failed = True
+                if self.rank == 0:
+                    print(f"fp8scope train: {failed}; {_outlook(last)}", file=sys.stderr, flush=True)
+
+
+def _outlook(last: bool) -> str:
+    if last:
+        return f"the job ends with exit code {LOST}"
+    return f"training goes on, and ends with exit code {LOST} unless a later checkpoint is saved"
 
 
 def reads_of(options: TrainOptions) -> dict[str, Any]:
     """What decides which windows a step reads."""
     return {"data": "standard library" if options.data is None else options.data.path,
-            "seed": options.seed, "sequences_per_step": options.batch * options.accumulate * options.ranks}
+            "seed": options.seed, "sequences_per_step": options.sequences_per_step}

@@ -48,7 +48,7 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     if not isinstance(model, Decoder):
         raise Invalid("model", type(model).__name__, "has no plan for tensor parallelism, only Decoder has; "
                       "cut it with torch's parallelize_module, and give shard a mesh without tensor")
-    _check(model, mesh.size())
+    check_cut(model, mesh.size())
     plan: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         if next(module.parameters(recurse=False), None) is not None:
@@ -128,8 +128,8 @@ def _style(name: str, module: nn.Module) -> ParallelStyle:
     return Whole()
 
 
-def _check(model: Decoder, ranks: int) -> None:
-    """Every rank must get whole heads and whole runs of gate and up, and in FP8 whole tiles."""
+def check_cut(model: Decoder, ranks: int) -> None:
+    """`Invalid` unless every rank gets whole heads, whole runs of gate and up, and in FP8 whole tiles."""
     config = model.config
     least = ranks * math.gcd(RUN, config.hidden)
     if config.kv_heads % ranks:
@@ -137,10 +137,19 @@ def _check(model: Decoder, ranks: int) -> None:
     if config.hidden % least:
         raise Invalid("hidden", config.hidden, f"must be a multiple of {least} for {ranks} ranks of a layer")
     for name, module in model.named_modules():
-        cut = 0 if name.endswith(COLUMNWISE) else 1 if name.endswith(ROWWISE) else None
-        if isinstance(module, Fp8Linear) and cut is not None:
-            size = module.weight.shape[cut]
-            if size % (TILE * ranks):
-                raise Invalid(name, f"{size} {('rows', 'columns')[cut]}",
-                              f"cannot be cut for {ranks} ranks in FP8, which needs a multiple of {TILE} for "
-                              "each; a filter of convert() can leave the layer out")
+        if isinstance(module, Fp8Linear) and not has_whole_tiles(name, module, ranks):
+            cut = _cut_dimension(name)
+            assert cut is not None
+            raise Invalid(name, f"{module.weight.shape[cut]} {('rows', 'columns')[cut]}",
+                          f"cannot be cut for {ranks} ranks in FP8, which needs a multiple of {TILE} for "
+                          "each; a filter of convert() can leave the layer out")
+
+
+def has_whole_tiles(name: str, linear: nn.Linear, ranks: int) -> bool:
+    """Whether `ranks` can share the layer in FP8: the parts of its weight are multiples of 128."""
+    cut = _cut_dimension(name)
+    return cut is None or linear.weight.shape[cut] % (TILE * ranks) == 0
+
+
+def _cut_dimension(name: str) -> int | None:
+    return 0 if name.endswith(COLUMNWISE) else 1 if name.endswith(ROWWISE) else None

@@ -6,7 +6,7 @@ With a header of ours, little-endian, then the tokens:
     bytes 8-11   uint32: bytes of a token, 2 or 4
     bytes 12-15  uint32: vocabulary; every token is below it
     bytes 16-23  uint64: number of tokens
-    bytes 24-31  zero
+    bytes 24-31  zero; checked, so that another version can mean something by them
 
 Without one (raw), the caller says what the file holds: uint8, uint16 or uint32, little-endian, and for the
 latter two the vocabulary. A file of text read as uint8 is a text of bytes. Nothing is guessed: a guess that
@@ -104,6 +104,9 @@ def _with_header(path: Path, head: bytes, size: int, dtype: str | None, vocabula
     if len(head) < HEADER.size:
         raise Invalid("data", str(path), "is cut off inside its header")
     _, width, own, count = HEADER.unpack(head)
+    if any(reserved := head[24:HEADER.size]):
+        raise Invalid("data", str(path), f"has {reserved.hex(' ')} in bytes 24 to 31 of its header, which "
+                      "must be zero: another version wrote it, or it is damaged")
     if width not in (2, 4) or not 1 <= own <= MOST_VOCABULARY:
         raise Invalid("data", str(path), f"has a broken header: tokens of {width} bytes, vocabulary {own}")
     name = f"uint{8 * width}"

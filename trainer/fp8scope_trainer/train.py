@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import fp8scope
@@ -22,6 +21,7 @@ from fp8scope_trainer.convert import Conversion, ConversionReport, convert
 from fp8scope_trainer.data import Corpus, Text, batch_at, standard_library, token_corpus
 from fp8scope_trainer.decoder import Decoder
 from fp8scope_trainer.decoder_size import flops_per_token
+from fp8scope_trainer.fp8_gather import gathered_as_codes
 from fp8scope_trainer.history import advance_histories
 from fp8scope_trainer.mesh import training_mesh
 from fp8scope_trainer.options import TrainOptions, parse
@@ -36,8 +36,9 @@ from fp8scope_trainer.processes import (
     stop_signal,
 )
 from fp8scope_trainer.progress import Record, display, print_summary
-from fp8scope_trainer.saving import Checkpoints, reads_of
+from fp8scope_trainer.saving import LOST, Checkpoints, reads_of
 from fp8scope_trainer.shard import micro_batch, shard
+from fp8scope_trainer.tensor_parallel import has_whole_tiles
 from fp8scope_trainer.throughput import device_peak, peak_memory_bytes
 
 Pair = tuple[Tensor, Tensor]
@@ -68,10 +69,10 @@ def run(options: TrainOptions) -> int:
         optimizer = AdamW(parameter_groups(model, states=options.recipe.states, block=options.block),
                           lr=options.lr, warmup_steps=options.states_warmup, seed=options.seed)
         checkpoints = Checkpoints(saving=options.saving, model=model, optimizer=optimizer,
-                                  reads=reads_of(options))
+                                  reads=reads_of(options), rank=world.rank)
         first = checkpoints.first_step()
         if world.rank == 0:
-            print(report, file=sys.stderr, flush=True)
+            announce(report, model, options, first)
         with attached(model, optimizer, options, resume=first > 0) as scope:
             record = train(model, optimizer, corpus, scope, options, world, stop, checkpoints, first)
         stopped = first + len(record.losses) < options.steps
@@ -79,7 +80,22 @@ def run(options: TrainOptions) -> int:
         if world.rank == 0 and options.json:
             print_summary(facts(model, options) | record.summary() | {"first_step": first}
                           | {"stopped": stopped, "held_out_loss": held_out})
-    return stop.exit_code if stopped else 0
+    if stopped:
+        return stop.exit_code
+    return LOST if checkpoints.failed else 0
+
+
+def announce(report: ConversionReport, model: nn.Module, options: TrainOptions, first: int) -> None:
+    """What a job says before its first step."""
+    print(report, file=sys.stderr)
+    if options.fp8_gather:
+        codes = len(gathered_as_codes(model))
+        print(f"{codes} of {len(report.converted)} weights are gathered as FP8 codes; where the rows are no "
+              "multiple of 128 for each rank they are gathered as before", file=sys.stderr)
+    if first >= options.steps:
+        print(f"fp8scope train: nothing is left to train: the checkpoint has {first} steps, and --steps is "
+              f"{options.steps}", file=sys.stderr)
+    sys.stderr.flush()
 
 
 def corpus_of(options: TrainOptions) -> Corpus[Text]:
@@ -99,17 +115,20 @@ def build(options: TrainOptions, world: World) -> tuple[nn.Module, ConversionRep
     torch.manual_seed(options.seed)
     model: nn.Module = Decoder(options.model).to(world.device)
     delayed = (options.drill.layer,) if options.drill else ()
+    share = options.tensor_parallel
     report = convert(model, Conversion(recipe=options.recipe.linear, precision=options.precision,
-                                       delayed=delayed))
+                                       delayed=delayed),
+                     lambda name, linear: share == 1 or has_whole_tiles(name, linear, share))
     if options.drill:
         options.drill.check(model)
     if options.compile:
         for layer in model.get_submodule("layers").children():
             layer.compile(dynamic=False)
     compute = torch.bfloat16 if world.device.type == "cuda" else None
-    mesh = None if options.shard_ranks is None else training_mesh(
-        world.device.type, stage_of(options, world), group=options.shard_ranks)
-    return shard(model, stage=stage_of(options, world), mesh=mesh, compute=compute), report
+    stage = stage_of(options, world)
+    mesh = None if options.shard_ranks is None and share == 1 else training_mesh(
+        world.device.type, stage, tensor=share, group=options.shard_ranks)
+    return shard(model, stage=stage, mesh=mesh, compute=compute, fp8_gather=options.fp8_gather), report
 
 
 def stage_of(options: TrainOptions, world: World) -> str:
@@ -179,7 +198,7 @@ def train_step(
         loss = next_token_loss(model, pair) / len(pairs)
         torch.autograd.backward(loss)
         losses.append(loss.detach())
-    norm = whole(nn.utils.clip_grad_norm_(model.parameters(), clip)).item()
+    norm = optimizer.clip_gradients(clip).item()
     if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad()
@@ -211,8 +230,9 @@ def numbers(step: int, options: TrainOptions) -> range:
 
 def batch(text: Text, number: int, options: TrainOptions, world: World) -> Pair:
     """This rank's sequences of a micro-batch, on its device."""
+    share = options.tensor_parallel
     tokens, targets = batch_at(text, step=number, batch=options.batch, length=options.model.context,
-                               rank=world.rank, ranks=world.size, seed=options.seed)
+                               rank=world.rank // share, ranks=world.size // share, seed=options.seed)
     return tokens.to(world.device), targets.to(world.device)
 
 
@@ -221,6 +241,7 @@ def facts(model: nn.Module, options: TrainOptions) -> dict[str, Any]:
     return {
         "run": options.run, "preset": options.preset, "ranks": options.ranks, "seed": options.seed,
         "precision": options.precision, "states": options.recipe.states, "stage": options.stage,
+        "tensor_parallel": options.tensor_parallel, "fp8_gather": options.fp8_gather,
         "lr": options.lr, "clip": options.recipe.clip, "warmup_steps": options.recipe.warmup_steps,
         "tokens_per_step": options.tokens_per_step, "deterministic": options.deterministic,
         "data": None if options.data is None else options.data.path,
@@ -238,11 +259,6 @@ def set_lr(optimizer: AdamW, lr: float) -> None:
     """The same learning rate for every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A DTensor reduced over its mesh; any other tensor itself."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 if __name__ == "__main__":
