@@ -13,9 +13,9 @@ from the same seed and reads the same data.
     probe                with the probe as `fp8scope train` attaches it: every 10th step, no limit
     not compiled         the same without torch.compile
 
-The loss of a step is read while the next one runs, so that the host is ahead of the device; a step ends when
-the device is through with it. tokens/s is from the median step, with the probe from the mean of ten or twenty,
-every tenth of which is measured; memory is the most that torch had allocated; `estimate` is the estimator's
+The loss of a step is read while the next one runs, so that the host is ahead of the device; a step ends
+when the device is through with it. tokens/s is from the median step, with the probe from the mean of ten or
+twenty, every tenth of which is measured; memory is the most that torch had allocated; `estimate` is the estimator's
 figure for it; MFU is against the dense BF16 peak. A job that fails says why and does not stop the others; one
 that would begin after --limit-s seconds is left out and named. --profile writes for each job as JSON which 40
 kernels take most of the device's time in two further steps, and how much of it all kernels take.
@@ -155,7 +155,8 @@ def read_later(loss: Tensor) -> Callable[[], float]:
     """Copies the loss when the device is there; the call waits for that, and for nothing that comes later."""
     if not loss.is_cuda:
         return loss.item
-    copy, event = torch.empty((), pin_memory=True), torch.cuda.Event()
+    copy = torch.empty((), pin_memory=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copy.copy_(loss, non_blocking=True)
     event.record()
 

@@ -49,7 +49,8 @@ class InSituObserver(InertObserver):
 
     def kept(self, call: int) -> WgradSample | None:
         """Once."""
-        return self.probe.watch.sample_of(self.probe.layer.name, call)
+        kept = self.probe.watch.sample_of(self.probe.layer.name, call)
+        return None if kept is None else kept.sample()
 
     def sums(self, role: str, x: Tensor, *, policy: str) -> RowSums | None:
         """The row of x, unless more than the quantizer's sums is wanted of it, or only in some replays."""
