@@ -16,12 +16,12 @@ from itertools import chain
 from typing import Any, ClassVar, overload
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8scope.observer import StateObserver
 from fp8scope_protocol.errors import Invalid
+from fp8scope_trainer.gradient_norm import total_norm
 from fp8scope_trainer.groups import (
     check_group,
     check_loaded,
@@ -142,8 +142,7 @@ class StateOptimizer(Optimizer):
         if not max_norm > 0:
             raise Invalid("max_norm", max_norm, "must be above 0")
         gradients = [grad for p in parameters_of(self.param_groups) if (grad := p.grad) is not None]
-        norm: Tensor = nn.utils.get_total_norm(gradients)
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
+        norm = total_norm(gradients)
         self.grad_scale = (norm / max_norm).clamp(min=1.0)
         return norm
 
@@ -330,8 +329,8 @@ class StateOptimizer(Optimizer):
         root, columns = one.key == self.rule.root, one.x.shape[1]
         self.observer.state(
             parameter, ROLES.get(one.key, one.key), one.x, one.encoded.scales,
-            scaling=format.scaling(columns), rounding="stochastic", format=format.code_name(root=root),
-            codes=format.unpacked(one.encoded.codes, columns, root=root))
+            scaling=format.scaling(columns_of(parameter.shape)), rounding=self.state_rounding,
+            format=format.code_name(root=root), codes=format.unpacked(one.encoded.codes, columns, root=root))
 
 
 def _format(group: Mapping[str, Any], parameter: Tensor) -> StateFormat:
