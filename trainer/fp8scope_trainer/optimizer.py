@@ -257,6 +257,9 @@ class StateOptimizer(Optimizer):
         that are there into what their groups ask, of parameters without a gradient, too."""
         works, stream = [], 0
         for group in self.param_groups:
+            check_group(self.rule, group)
+            check_weights(group)
+        for group in self.param_groups:
             asked = Asked(0, rule_of(self.rule, group), format_of_group(group), group["master"])
             for parameter in group["params"]:
                 if (work := self._brought_one(group, parameter, asked._replace(stream=stream))) is not None:
