@@ -38,10 +38,12 @@ class OurMoments(NamedTuple):
     codes: tuple[Tensor, Tensor]
     scales: tuple[Tensor, Tensor]
     columns: int
+    cut: bool
+    """Other ranks have more columns, in whole blocks."""
 
     @property
     def block(self) -> int:
-        """Elements that share a scale; at least a row, where there is one scale to a row."""
+        """Elements that share a scale; at least a row, where there is one scale to a row that is not cut."""
         blocks, size = self.scales[0].shape[-1], TILE // 4
         while -(-self.columns // size) > blocks:
             size *= 2
@@ -52,7 +54,7 @@ class OurMoments(NamedTuple):
         """Name in `formats.parse_scaling`; None where it has none."""
         if self.root_format == "e4m3":
             return "tile 1x128"
-        if self.scales[0].shape[-1] == 1:
+        if self.scales[0].shape[-1] == 1 and not self.cut:
             return "rowwise"
         return f"flat {self.block}" if self.columns % self.block == 0 else None
 
@@ -84,9 +86,9 @@ def our_moments(parameter: Tensor, state: Mapping[str, Any]) -> OurMoments | Non
     format = ROOTS.get((m.dtype, root.dtype))
     if format is None:
         return None
-    shape = local(parameter).shape
-    columns = shape[-1] if len(shape) < 4 else shape[1:].numel()
-    return OurMoments(format, (m, root), (scales[0], scales[1]), columns)
+    columns, whole = (shape[-1] if len(shape) < 4 else shape[1:].numel()
+                      for shape in (local(parameter).shape, parameter.shape))
+    return OurMoments(format, (m, root), (scales[0], scales[1]), columns, cut=columns != whole)
 
 
 def is_warming_up(state: Mapping[str, Any]) -> bool:

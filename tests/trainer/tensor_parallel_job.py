@@ -166,6 +166,9 @@ def main(rank: int, ranks: int, folder: str) -> int:
         whole.train()
         part.train()
         found += compared(whole, part, job[1])
+    norms = [run.optimizer.clip_gradients(1.0) for run in (whole, part)]
+    if abs(norms[0] / norms[1] - 1) > 1e-6:
+        found.append(f"norms of gradients: {norms}")
     found += saved_and_loaded(f"{folder}/saved", possible(cases), mesh)
     print("\n".join(found))
     dist.destroy_process_group()

@@ -119,9 +119,11 @@ def test_another_block_is_a_change_and_one_block_a_row_is_none() -> None:
     optimizer.param_groups[0]["block"] = 256
     optimizer.step()
     assert optimizer.state[w]["exp_avg_scale"].shape == (24, 2)
-    optimizer.param_groups[0]["block"] = 100
-    with pytest.raises(Invalid, match="block"):
-        optimizer.step()
+    for field, value in (("block", 100), ("states", "int9"), ("master", True)):
+        was, optimizer.param_groups[0][field] = optimizer.param_groups[0][field], value
+        with pytest.raises(Invalid, match=field):
+            optimizer.step()
+        optimizer.param_groups[0][field] = was
 
 
 def test_a_master_or_a_warm_up_may_begin_and_end() -> None:

@@ -16,12 +16,12 @@ from itertools import chain
 from typing import Any, ClassVar, overload
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8scope.observer import StateObserver
 from fp8scope_protocol.errors import Invalid
+from fp8scope_trainer.gradient_norm import total_norm
 from fp8scope_trainer.groups import (
     check_group,
     check_loaded,
@@ -40,14 +40,14 @@ from fp8scope_trainer.moments import (
     new_state,
     slots,
 )
-from fp8scope_trainer.place import Place, as_matrix, columns_of, place_of
+from fp8scope_trainer.place import Place, as_matrix, columns_of, local, place_of
 from fp8scope_trainer.plan import Call, Plan, parameters_of
 from fp8scope_trainer.reformat import FP32, as_asked, format_in, is_as_asked
 from fp8scope_trainer.rules import Rule, Scalars, rule_of, scalars
 from fp8scope_trainer.state_format import StateFormat
 from fp8scope_trainer.step import ROW, StepTensors, update, update_all
 from fp8scope_trainer.steps import Steps
-from fp8scope_trainer.work import Work
+from fp8scope_trainer.work import Asked, Work
 
 ROLES = {"momentum_buffer": "momentum"}
 """The probe's names of states that are called otherwise there."""
@@ -142,8 +142,7 @@ class StateOptimizer(Optimizer):
         if not max_norm > 0:
             raise Invalid("max_norm", max_norm, "must be above 0")
         gradients = [grad for p in parameters_of(self.param_groups) if (grad := p.grad) is not None]
-        norm: Tensor = nn.utils.get_total_norm(gradients)
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
+        norm = total_norm(gradients)
         self.grad_scale = (norm / max_norm).clamp(min=1.0)
         return norm
 
@@ -244,8 +243,8 @@ class StateOptimizer(Optimizer):
         plan = self._plan
         if plan is None or not plan.holds(self.param_groups, self.state, gradients):
             self._plan = None
-            self._bring_states()
-            plan = self._plan = self._planned(gradients, None if plan is None else plan.steps)
+            works = self._brought(gradients)
+            plan = self._plan = self._planned(gradients, works, None if plan is None else plan.steps)
         if not plan.begin(gradients):
             for number, gradient in enumerate(gradients):
                 if gradient is not None and gradient.layout != torch.strided:
@@ -253,50 +252,70 @@ class StateOptimizer(Optimizer):
                                   f"of parameter {self._name(number)} must be dense")
         return plan
 
-    def _bring_states(self) -> None:
-        """Makes the states that are missing, and brings those that are there into what their groups ask."""
-        for stream, group, parameter in self._parameters():
-            state: State = self.state.get(parameter, {})
-            if not state:
-                if parameter.grad is not None:
-                    self.state[parameter] = self._new_state(group, parameter, 0)
-                continue
-            rule, format, master = rule_of(self.rule, group), _format(group, parameter), group["master"]
-            if not is_as_asked(state, parameter, rule, format, master=master):
-                self.state[parameter] = as_asked(state, parameter, rule, format,
-                                                 self._draw(group, parameter, state, stream), master=master)
+    def _brought(self, gradients: Sequence[Tensor | None]) -> list[Work]:
+        """The parameters to be updated, in their order. Makes the states that are missing, and brings those
+        that are there into what their groups ask, of parameters without a gradient, too."""
+        works, stream = [], 0
+        for group in self.param_groups:
+            check_group(self.rule, group)
+            check_weights(group)
+        for group in self.param_groups:
+            asked = Asked(0, rule_of(self.rule, group), format_of_group(group), group["master"])
+            for parameter in group["params"]:
+                if (work := self._brought_one(group, parameter, asked._replace(stream=stream))) is not None:
+                    works.append(work)
+                stream += 1
+        return works
 
-    def _planned(self, gradients: Sequence[Tensor | None], steps: Steps | None) -> Plan:
-        """The calls of a step, in the order of the parameters. steps: those known from before."""
+    def _brought_one(self, group: dict[str, Any], parameter: Tensor, asked: Asked) -> Work | None:
+        state: State = self.state.get(parameter, {})
+        known = self._works.get(parameter)
+        if known is None or not known.holds(state, asked):
+            if not state and parameter.grad is None:
+                return None
+            format = _format(group, parameter)
+            if not state:
+                state = self.state[parameter] = self._new_state(group, parameter, 0)
+            elif not is_as_asked(state, parameter, asked.rule, format, master=asked.master):
+                draw = self._draw(group, parameter, state, asked.stream)
+                state = self.state[parameter] = as_asked(state, parameter, asked.rule, format, draw,
+                                                         master=asked.master)
+            known = self._works[parameter] = self._work(parameter, state, asked, format)
+        return None if parameter.grad is None else known
+
+    def _planned(self, gradients: Sequence[Tensor | None], works: list[Work], steps: Steps | None) -> Plan:
+        """The calls of a step. steps: those known from before."""
         if steps is None or not steps.are_of(self.state.values()):
             steps = Steps(self.state.values())
-        calls: dict[Any, Call] = {}
-        for stream, group, parameter in self._parameters():
-            if gradients[stream] is None:
-                continue
-            state, rule = self.state[parameter], rule_of(self.rule, group)
-            exact, step = is_exact(state, rule), int(state["step"].item())
-            work = self._work(parameter, state, stream, rule, FP32 if exact else _format(group, parameter))
-            key = (id(group), work.format, exact, step, work.tensors.weight.device)
+        made, calls, numbers = steps.made(), {}, self._group_numbers()
+        for work in works:
+            number, step = numbers[work.tensors.stream], made[id(work.state)]
+            gradient = gradients[work.tensors.stream]
+            assert gradient is not None
+            if local(gradient).numel() != work.tensors.weight.numel():
+                raise Invalid("grad", tuple(local(gradient).shape), f"of parameter "
+                              f"{self._name(work.tensors.stream)} must be placed as the parameter is")
+            key = (number, work.format, work.exact, step, work.tensors.weight.device)
             if key not in calls:
-                calls[key] = Call(group=group, rule=rule, format=work.format, exact=exact, step=step)
+                calls[key] = Call(group=self.param_groups[number], rule=work.rule, format=work.format,
+                                  exact=work.exact, step=step)
             calls[key].add(work)
         return Plan(self.param_groups, self.state, gradients, list(calls.values()), steps)
 
-    def _work(self, parameter: Tensor, state: State, stream: int, rule: Rule, format: StateFormat) -> Work:
-        known = self._works.get(parameter)
-        if known is not None and known.holds(state, stream, rule, format):
-            return known
-        master = state.get(MASTER)
+    def _group_numbers(self) -> list[int]:
+        """Of each parameter the number of its group."""
+        return [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
+
+    def _work(self, parameter: Tensor, state: State, asked: Asked, format: StateFormat) -> Work:
+        format, master = FP32 if is_exact(state, asked.rule) else format, state.get(MASTER)
         weight = as_matrix(parameter.detach())
         rounds = format.rounds or (parameter.dtype != torch.float32 and master is None)
         place = place_of(parameter) if rounds else Place(0)
         tensors = StepTensors(
-            weight=weight, gradient=weight, slots=slots(state, rule),
-            master=None if master is None else as_matrix(master), stream=stream, first=place.first,
+            weight=weight, gradient=weight, slots=slots(state, asked.rule),
+            master=None if master is None else as_matrix(master), stream=asked.stream, first=place.first,
             starts=place.starts)
-        made = self._works[parameter] = Work(parameter, state, rule, format, tensors)
-        return made
+        return Work(parameter, state, asked, format, tensors)
 
     def _new_state(self, group: dict[str, Any], parameter: Tensor, steps: int) -> State:
         format = _format(group, parameter)
@@ -330,8 +349,8 @@ class StateOptimizer(Optimizer):
         root, columns = one.key == self.rule.root, one.x.shape[1]
         self.observer.state(
             parameter, ROLES.get(one.key, one.key), one.x, one.encoded.scales,
-            scaling=format.scaling(columns), rounding="stochastic", format=format.code_name(root=root),
-            codes=format.unpacked(one.encoded.codes, columns, root=root))
+            scaling=format.scaling(columns_of(parameter.shape)), rounding=self.state_rounding,
+            format=format.code_name(root=root), codes=format.unpacked(one.encoded.codes, columns, root=root))
 
 
 def _format(group: Mapping[str, Any], parameter: Tensor) -> StateFormat:

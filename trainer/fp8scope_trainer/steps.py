@@ -30,6 +30,11 @@ class Steps:
         return (len(found) == len(self._states) and all(map(is_, found, self._states))
                 and all(state["step"] is view for state, view in zip(found, self._views, strict=True)))
 
+    def made(self) -> dict[int, int]:
+        """By the id of a state."""
+        counts = self.counts.tolist()
+        return {key: int(counts[number]) for key, number in self._numbers.items()}
+
     def mask(self, states: Iterable[State]) -> Tensor:
         """fp32 [n]: 1 for each of `states`."""
         mask = torch.zeros_like(self.counts)

@@ -1,33 +1,47 @@
 """What a step found out about one parameter: where its tensors lie, which takes tens of microseconds."""
 
+from operator import is_
+from typing import NamedTuple
+
 from torch import Tensor
 
-from fp8scope_trainer.moments import State
+from fp8scope_trainer.moments import State, is_exact
 from fp8scope_trainer.place import local
 from fp8scope_trainer.rules import Rule
 from fp8scope_trainer.state_format import StateFormat
 from fp8scope_trainer.step import StepTensors
 
 
+class Asked(NamedTuple):
+    """What decides how the states of a parameter are stored."""
+
+    stream: int
+    rule: Rule
+    format: StateFormat
+    """Of the group; what the parameter really has may be fp32."""
+    master: bool
+
+
 class Work:
-    """One parameter to be updated, its state as it was then. Between steps its gradient is not held."""
+    """One parameter to be updated, its state as it was then. Between steps its gradient is not held.
 
-    __slots__ = ("_address", "_kept", "format", "parameter", "rule", "state", "tensors")
+    format: what its moments are stored in now; exact: in a warm-up.
+    """
 
-    def __init__(
-        self, parameter: Tensor, state: State, rule: Rule, format: StateFormat, tensors: StepTensors
-    ) -> None:
-        self.parameter, self.state, self.tensors = parameter, state, tensors
-        self.rule, self.format = rule, format
-        self._kept = _but_step(state)
+    __slots__ = ("_address", "_asked", "_kept", "exact", "format", "parameter", "rule", "state", "tensors")
+
+    def __init__(self, parameter: Tensor, state: State, asked: Asked, format: StateFormat,
+                 tensors: StepTensors) -> None:
+        self.parameter, self.state, self.tensors, self.format = parameter, state, tensors, format
+        self.rule, self.exact = asked.rule, is_exact(state, asked.rule)
+        self._asked, self._kept = asked, _but_step(state)
         self._address = local(parameter).data_ptr()
 
-    def holds(self, state: State, stream: int, rule: Rule, format: StateFormat) -> bool:
+    def holds(self, state: State, asked: Asked) -> bool:
         """Whether nothing has moved, and the same is asked for."""
         part, kept = local(self.parameter), _but_step(state)
-        return (state is self.state and len(kept) == len(self._kept)
-                and all(a is b for a, b in zip(kept, self._kept, strict=True))
-                and (rule, format, stream) == (self.rule, self.format, self.tensors.stream)
+        return (state is self.state and asked == self._asked and len(kept) == len(self._kept)
+                and all(map(is_, kept, self._kept))
                 and part.data_ptr() == self._address and part.is_contiguous())
 
 
