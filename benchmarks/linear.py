@@ -11,7 +11,7 @@ installed. The calls alternate, so that clocks and temperature fall on all; a fi
 the time of `nn.Linear` over that of the layer. The GEMMs alone are ours without quantization: the ceiling.
 
 Last, the host: microseconds that a forward and backward keep the Python thread busy, of 128 tokens, where the
-device has next to nothing to do.
+device has next to nothing to do; and of the parts of it, a call each. Compiled layers are there too.
 """
 
 import argparse
@@ -156,16 +156,44 @@ def host(width: int, out: int, rounds: int) -> dict[str, Any]:
     """Median microseconds of the host, forward and backward of 128 tokens."""
     x = torch.randn(128, width, device="cuda").bfloat16().requires_grad_()
     dy = torch.randn(128, out, device="cuda").bfloat16()
-    found: dict[str, Any] = {}
-    for name, layer in layers(width, out).items():
-        spent = []
-        for _ in range(rounds + 3):
-            torch.cuda.synchronize()
-            began = perf_counter_ns()
-            train(layer, x, dy)
-            spent.append(1e-3 * (perf_counter_ns() - began))
-        found[name] = {"us": round(statistics.median(spent[3:]), 1)}
-    return found
+    every = layers(width, out)
+    for name in RECIPES:
+        graph = Fp8Linear(width, out, bias=False, recipe=RECIPES[name], device="cuda", dtype=torch.bfloat16)
+        graph.compile(dynamic=False)
+        every[f"ours, {name}, compiled"] = graph
+    return {name: {"us": round(busy_us(partial(train, layer, x, dy), rounds), 1)}
+            for name, layer in every.items()}
+
+
+def host_parts(width: int, out: int, rounds: int) -> dict[str, Any]:
+    """Median microseconds of the host for a call of what a layer is made of, of 128 tokens."""
+    x, w = (torch.randn(rows, width, device="cuda").bfloat16() for rows in (128, out))
+    tiles, columns = backend.quantize_tiles(x, E4M3), backend.quantize_tiles(x.t(), E4M3)
+    blocks, a, b = backend.quantize_blocks(w, E4M3), quantize_tensor(x, E4M3), quantize_tensor(w, E4M3)
+    y = torch.empty(128, out, device="cuda", dtype=torch.bfloat16)
+    calls: dict[str, Callable[[], object]] = {
+        "tiles": lambda: backend.quantize_tiles(x, E4M3),
+        "tiles of x.t()": lambda: backend.quantize_tiles(x.t(), E4M3),
+        "blocks": lambda: backend.quantize_blocks(w, E4M3),
+        "tensor, both": lambda: quantize_tensor(x, E4M3, turned=True),
+        "transpose of codes": lambda: transposed(blocks.codes),
+        "fprop by blocks": lambda: gemm.fprop(tiles, blocks, dtype=torch.bfloat16),
+        "wgrad by tiles": lambda: gemm.wgrad(columns, columns, dtype=torch.bfloat16),
+        "tensorwise GEMM": lambda: gemm.tensorwise(a.codes, a.scale, b.codes, b.scale, dtype=torch.bfloat16),
+        "BF16 GEMM": lambda: torch.mm(x, w.t(), out=y),
+    }
+    return {name: {"us": round(busy_us(call, rounds), 1)} for name, call in calls.items()}
+
+
+def busy_us(call: Callable[[], object], rounds: int) -> float:
+    """Median microseconds that a call keeps the host."""
+    spent = []
+    for _ in range(rounds + 3):
+        torch.cuda.synchronize()
+        began = perf_counter_ns()
+        call()
+        spent.append(1e-3 * (perf_counter_ns() - began))
+    return statistics.median(spent[3:])
 
 
 def linear(tokens: int, width: int, out: int, rounds: int) -> dict[str, Any]:
@@ -203,6 +231,7 @@ def main() -> int:
         results[f"kernels {tokens}x{width}"] = quantizers(tokens, width, rounds)
         results[f"linear {tokens}x{width}x{out}"] = linear(tokens, width, out, rounds)
     results["host"] = host(1024, 1024, 10 * rounds)
+    results["host, parts"] = host_parts(1024, 1024, 10 * rounds)
     for title, rows in results.items():
         print(title)
         for name, row in rows.items():

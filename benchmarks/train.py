@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 import fp8scope
 from fp8scope_trainer.adamw import AdamW, parameter_groups
@@ -169,7 +169,7 @@ def read_later(loss: Tensor) -> Callable[[], float]:
 
 def kernels(running: Iterator[object], *, most: int = 40) -> dict[str, Any]:
     """Microseconds on the device of two further steps, of all kernels and of those that take most."""
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile() as found:
         for _ in range(2):
             next(running)
     rows = [one for one in found.key_averages()

@@ -37,8 +37,6 @@ class Call(NamedTuple):
 
     def in_backward(self, *, heard: bool) -> "Call":
         """As its backward pass sees it; `heard`: the observer has that gradient already."""
-        if self.observer is None:
-            return self
         return self._replace(watcher=None if heard else watching(self.observer, self.precision))
 
     def sums(self, role: str, x: Tensor, *, policy: str) -> RowSums | None:

@@ -14,7 +14,6 @@ transposed weight; reading `precision` in backward.
 """
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, Self, get_args
 
 import torch
@@ -111,14 +110,16 @@ class Fp8Linear(nn.Linear):
         self.in_fp8 = precision == "fp8"
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.shape[-1:] != (self.in_features,) or input.dtype not in DTYPES:
+        shape, weight, bias = input.shape, self.weight, self.bias  # each look at a module is a microsecond
+        if shape[-1:] != (self.in_features,) or input.dtype not in DTYPES:
             raise self._misfit(input)
         if input.numel() == 0:
-            return nn.functional.linear(input, self.weight, self.bias)
-        x = input
-        if torch.is_autocast_enabled(input.device.type):
-            x = input.to(torch.get_autocast_dtype(input.device.type))
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+            return nn.functional.linear(input, weight, bias)
+        kind, x = input.device.type, input
+        if torch.is_autocast_enabled(kind):
+            x = input.to(torch.get_autocast_dtype(kind))
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()
         if weight.dtype not in DTYPES:
             raise Invalid("weight.dtype", weight.dtype, _ACCEPTED)
         if not torch.compiler.is_compiling():
@@ -127,8 +128,9 @@ class Fp8Linear(nn.Linear):
             y = traced.product(self, x.reshape(-1, self.in_features), weight)
         else:  # gathered as codes, which a compiler cannot see into
             y = _outside_of_graphs(self, input, x, weight)
-        y = y.view(*input.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        if len(shape) != 2:
+            y = y.view(*shape[:-1], self.out_features)
+        return y if bias is None else y + bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         return (f"{super().extra_repr()}, precision={self.precision}, "
@@ -156,12 +158,11 @@ class Fp8Linear(nn.Linear):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise Invalid("Fp8Linear", "a transform of torch.func",
                           "has no FP8 product; call the layer outside of it, or keep it a Linear")
-        call = self._call()
-        offer = None
+        call, offer = self._call(torch.is_grad_enabled() and weight.requires_grad), None
         if self.shared is not None and call.shareable and not input.is_inference():
             offer = self.shared.offer(input, self.recipe, x.dtype)
-        y: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            x.reshape(-1, self.in_features), weight, call, offer)
+        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
+        y: Tensor = _Product.apply(rows, weight, call, offer)  # type: ignore[no-untyped-call]
         return y
 
     def _misfit(self, input: Tensor) -> Invalid:
@@ -170,24 +171,21 @@ class Fp8Linear(nn.Linear):
             return Invalid("input.shape", tuple(input.shape), f"must end in {self.in_features}, in_features")
         return Invalid("input.dtype", input.dtype, _ACCEPTED)
 
-    def _call(self) -> Call:
+    def _call(self, differentiable: bool) -> Call:
         if self._running != self.precision and torch._C._current_graph_task_id() == -1:
             self._running = self.precision  # outside of a backward pass
-        return self.call_of(self.recipe, self._running,
-                            differentiable=torch.is_grad_enabled() and self.weight.requires_grad)
+        return self.call_of(self.recipe, self._running, differentiable=differentiable)
 
     def call_of(self, recipe: Recipe, precision: Precision, *, differentiable: bool) -> Call:
         """What a forward that begins now follows; in compiled code a backward pass, too."""
-        observer = self.observer
-        call = Call(precision, recipe, observer, watching(observer, precision), differentiable=differentiable)
-        if self.history is None or precision == "bf16":
-            return call
-        ahead = self.gradient_history
-        return call._replace(
-            scale=self.history.scale(), history=self.history if self.training else None,
-            gradient_scale=None if ahead is None else ahead.scale(),
-            gradient_history=ahead if self.training else None,
-        )
+        observer, history = self.observer, self.history
+        watcher = None if observer is None else watching(observer, precision)
+        if history is None or precision == "bf16":
+            return Call(precision, recipe, observer, watcher, None, None, None, None, differentiable)
+        ahead, training = self.gradient_history, self.training
+        return Call(precision, recipe, observer, watcher, history.scale(),
+                    None if ahead is None else ahead.scale(), history if training else None,
+                    ahead if training else None, differentiable)
 
 
 def unsuitable(in_features: int, out_features: int) -> str:
@@ -213,18 +211,24 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, call: Call, offer: Offer | None) -> Tensor:
         ctx.call, ctx.weight_dtype, ctx.told = call, weight.dtype, _nothing
-        with _exact(x):
-            return _product_of(call).forward(ctx, x, weight, call, offer)
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):  # it must not round emulated operands
+                return _product_of(call).forward(ctx, x, weight, call, offer)
+        return _product_of(call).forward(ctx, x, weight, call, offer)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         if torch.is_grad_enabled():
             raise Invalid("create_graph", True, "Fp8Linear has no second derivative; accepted: False")
-        call = ctx.call.in_backward(heard=ctx.told() is dy)
-        ctx.told = weakref.ref(dy)
-        with _exact(dy):
+        call: Call = ctx.call
+        if call.observer is not None:
+            call, ctx.told = call.in_backward(heard=ctx.told() is dy), weakref.ref(dy)
+        if torch.is_autocast_enabled(dy.device.type):
+            with torch.autocast(dy.device.type, enabled=False):
+                dx, dw = _product_of(call).backward(ctx, dy, call)
+        else:
             dx, dw = _product_of(call).backward(ctx, dy, call)
-        return dx, dw if dw is None else dw.to(ctx.weight_dtype), None, None
+        return dx, dw if dw is None or dw.dtype == ctx.weight_dtype else dw.to(ctx.weight_dtype), None, None
 
 
 class _Computation(Protocol):
@@ -242,12 +246,6 @@ def _product_of(call: Call) -> _Computation:
     if call.precision != "fp8":
         return rounded
     return block if call.recipe.scaling == "block" else tensorwise
-
-
-def _exact(x: Tensor) -> AbstractContextManager[Any]:
-    """Autocast must not round the products of emulated operands. To enter its context costs 10 us."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _nothing() -> None:
