@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,20 +22,25 @@ IMPORTED = (
 )
 
 
+def forked(target: Callable[..., object], *args: Any, **named: Any) -> ForkServerProcess:
+    """A process of that server, started. Its environment is that of the server's own start."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    process = context.Process(target=target, args=args, kwargs=named)
+    process.start()
+    return process
+
+
 def run_ranks(function: Callable[..., object], *args: Any, ranks: int, patience: float = 280.0) -> None:
     """Runs `function(rank, *args)` once a rank, with the environment of this process, until all have ended.
 
     An AssertionError has the traceback of the ranks that failed; the others, which may wait for them, are
     ended then, and so are all after `patience` seconds. Not for CUDA.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
     with TemporaryDirectory() as folder:
         said = [Path(folder, str(rank)) for rank in range(ranks)]
-        processes = [context.Process(target=_run, args=(said[rank], dict(os.environ), function, rank, args))
+        processes = [forked(_run, said[rank], dict(os.environ), function, rank, args)
                      for rank in range(ranks)]
-        for process in processes:
-            process.start()
         try:
             _wait(processes, time.monotonic() + patience)
             codes = [process.exitcode for process in processes]
@@ -51,7 +57,7 @@ def run_job(file: Path, *arguments: object, ranks: int, strict: bool = False) ->
     run_ranks(_script, str(file), ranks, [str(one) for one in arguments], strict, ranks=ranks)
 
 
-def _wait(processes: list[Any], until: float) -> None:
+def _wait(processes: list[ForkServerProcess], until: float) -> None:
     """Until all have ended, or one has failed."""
     while alive := [process for process in processes if process.exitcode is None]:
         left = until - time.monotonic()

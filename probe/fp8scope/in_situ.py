@@ -57,6 +57,8 @@ class InSituObserver(InertObserver):
         watch = self.probe.watch
         if watch.detailed or watch.recording or policy == "delayed" or x.device != watch.rows.device:
             return None
+        if not self.probe.counts(role, x):
+            return None
         with watch.guarded(self.probe.layer.name):
             return watch.rows.row(self.probe.series(role, "rowwise", E4M3, "tile 1x128", policy))
         return None
@@ -80,6 +82,8 @@ class InSituObserver(InertObserver):
             if role == "weight":
                 probe.add_weight(series, x, element, used, power_of_two=power_of_two,
                                  current=policy != "delayed")
+                return
+            if not probe.counts(role, x):
                 return
             x = matrix(x)
             watch.measure(series, x, element, scales=used, power_of_two=power_of_two)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from fp8scope.compiled import Key
 from fp8scope.gemm import WgradSample, gemm_error, sample_columns, wgrad_row_error_max
 from fp8scope.layers import Layer
+from fp8scope.observer import Cut
 from fp8scope.roundtrip import channel_outlier_ratio
 from fp8scope.saved_input import Kept, saved_input
 from fp8scope.sharding import is_first_copy, is_measured_here, unreadable
@@ -78,6 +79,16 @@ class LayerProbe:
                 module=layer.name, depth=layer.depth, aliases=owner.aliases,
             )
         return self._series[key]
+
+    @property
+    def cut(self) -> Cut | None:
+        """How ranks share the layer, where it says so itself."""
+        cut = getattr(self.layer.module, "cut", None)
+        return cut if isinstance(cut, Cut) else None
+
+    def counts(self, role: str, operand: Tensor) -> bool:
+        """Whether this rank counts it, and no other that holds the same."""
+        return is_first_copy(operand) and not (self.cut is not None and self.cut.repeats(role))
 
     def add_operand(self, role: str, x: Tensor, gemm: int = 0) -> None:
         """x [R, C] as a what-if, in all formats: along its rows, in a detailed step also x.t(), for wgrad."""
@@ -148,7 +159,8 @@ class LayerProbe:
             return
         if current:
             self.weights.expect(self.layer, gemm, series, weight, element, power_of_two=power_of_two)
-        mine = is_measured_here(weight, rank=watch.rank, world=watch.world, index=self.layer.dealt)
+        mine = is_measured_here(weight, rank=watch.rank, world=watch.world, index=self.layer.dealt,
+                                parts=1 if self.cut is None else self.cut.parts)
         if watch.once(*series.key) and mine:
             watch.measure(series, matrix(weight), element, scales=scales, power_of_two=power_of_two)
 
@@ -167,7 +179,7 @@ class LayerProbe:
         """Inputs [..., K]; the weight [N, K] and the errors of products in the first call of a step."""
         for operand in inputs:
             x = matrix(operand)
-            if is_first_copy(operand):
+            if self.counts("activation", operand):
                 self.add_operand("activation", x)
             if self.watch.detailed:
                 self.add_errors(x, weight)
@@ -189,7 +201,7 @@ class LayerProbe:
                 self.watch.unobserved(self.layer.name, f"its gradient cannot be read: {kind}")
                 return
             dy = matrix(gradient)
-            if is_first_copy(gradient):
+            if self.counts("gradient", gradient):
                 for gemm, part in by_gemm(dy, rows):
                     self.add_operand("gradient", part, gemm)
             if kept is not None and (sample := kept.sample()) is not None:

@@ -7,6 +7,7 @@ inactive: check `active` first. An observer never raises and never keeps a refer
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -88,6 +89,22 @@ class Told(NamedTuple):
     format: str
     scaling: str
     policy: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """How neighbouring ranks share a linear that computes with plain tensors; its attribute `cut`."""
+
+    dim: int
+    """What of the weight [N, K] is cut: 0 its rows, 1 its columns."""
+    parts: int
+    part: int
+    """That of this rank."""
+
+    def repeats(self, role: str) -> bool:
+        """Whether another rank counts this operand: all parts have the activation in common if rows are cut,
+        the gradient if columns are."""
+        return self.part > 0 and role == ("activation", "gradient")[self.dim]
 
 
 @runtime_checkable

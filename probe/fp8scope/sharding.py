@@ -52,14 +52,15 @@ def replicas(tensor: Tensor, world: int) -> int:
     return max(1, world // prod(axis.size for axis in _axes(tensor) if axis.sharded))
 
 
-def is_measured_here(tensor: Tensor, *, rank: int, world: int, index: int) -> bool:
+def is_measured_here(tensor: Tensor, *, rank: int, world: int, index: int, parts: int = 1) -> bool:
     """True on exactly one of the ranks that hold this part of `tensor`, the `index`-th of its kind.
 
-    What all ranks hold is dealt out in turn; of shards the first replica is measured.
+    What all ranks hold is dealt out in turn; of shards the first replica is measured. parts: neighbouring
+    ranks that hold a part each of a plain tensor.
     """
     axes = _axes(tensor)
     if not any(axis.sharded for axis in axes):
-        return index % world == rank
+        return index % max(1, world // parts) == rank // parts
     return all(axis.sharded or axis.coordinate == 0 for axis in axes)
 
 

@@ -1,7 +1,6 @@
 """Ranks as real processes over gloo: the handshake, the merge, and the switch at the same step."""
 
 import json
-import multiprocessing
 import runpy
 import socket
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.ranks import IMPORTED
+from tests.ranks import forked
 
 from fp8scope.segment import segment_paths
 from fp8scope.spool import adopt
@@ -26,9 +25,6 @@ Launch = Callable[..., list[dict[str, Any] | None]]
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
     """Runs rank_job.py once per rank; returns what each rank saw, None for a rank that died."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
-
     def run(collector: str = NOWHERE, *, world: int = 2, settings: dict[str, Any] | None = None,
             **facts: Any) -> list[dict[str, Any] | None]:
         with socket.socket() as probe:
@@ -40,9 +36,7 @@ def launch(tmp_path: Path) -> Launch:
         job = {"world": world, "port": port, "out": str(tmp_path / "seen"), "settings": given, **facts}
         processes = []
         for rank in range(world):
-            names = {"init_globals": {"rank": rank, "job": job}, "run_name": "__main__"}
-            processes.append(context.Process(target=runpy.run_path, args=(JOB,), kwargs=names))
-            processes[-1].start()
+            processes.append(forked(runpy.run_path, JOB, {"rank": rank, "job": job}, "__main__"))
         for process in processes:
             process.join(PATIENCE)
             assert process.exitcode in (0, 9), "a rank hangs, or crashed"

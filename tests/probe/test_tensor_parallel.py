@@ -16,7 +16,13 @@ from torch.multiprocessing.spawn import spawn
 from fp8scope.scope import Scope
 from fp8scope.sums import SumTables
 from fp8scope.testing import MemoryWorker
+from fp8scope_protocol.commands import Precision
 from fp8scope_protocol.series import Layout
+from fp8scope_trainer.convert import convert
+from fp8scope_trainer.decoder import Decoder, DecoderConfig
+from fp8scope_trainer.linear import Fp8Linear
+from fp8scope_trainer.mesh import training_mesh
+from fp8scope_trainer.shard import shard
 
 WORLD = 2
 Recorded = tuple[SumTables, Layout, list[str]]
@@ -89,3 +95,64 @@ def test_a_tensor_parallel_model_has_the_numbers_of_one_process(device: str, tmp
             assert merged.sums[i].tolist() == pytest.approx(tables.sums[i].tolist(), rel=1e-2), (plan, series)
             amax = merged.maxes[i, 0].item()
             assert amax == pytest.approx(tables.maxes[i, 0].item(), rel=1e-5), (plan, series)
+
+
+CUT = DecoderConfig(width=128, layers=1, heads=4, kv_heads=2, head_width=64, hidden=256, context=64)
+"""Two ranks can share its layers in FP8."""
+TOKENS = (4, 64)
+LAYERS = ("layers.0.attention.qkv", "layers.0.attention.out", "layers.0.mlp.gate_up", "layers.0.mlp.down")
+PRECISIONS: tuple[Precision, ...] = ("fp8", "shadow")
+
+
+def counted(rank: int, world: int, tensor: int, precision: Precision) -> Recorded:
+    """One step of the decoder with its layers cut for `tensor` ranks; what this rank counts."""
+    torch.manual_seed(0)
+    model: nn.Module = Decoder(CUT)
+    convert(model)
+    for name in LAYERS:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, Fp8Linear)
+        layer.set_precision(precision)
+    if world > 1:
+        shard(model, stage=2, mesh=training_mesh("cpu", 2, tensor=tensor))
+    rows = torch.randint(256, TOKENS, generator=torch.Generator().manual_seed(1))
+    mine = rows.chunk(world // tensor)[rank // tensor]
+    worker = MemoryWorker(rank=rank, world=world)
+    with Scope(model, (), worker=worker, every=1) as scope:
+        (model(mine).square().sum() / rows.numel()).backward()
+        scope.step(0)
+    record = worker.record(0)
+    assert record.tables is not None
+    assert record.layout is not None
+    return record.tables, record.layout, [e.text for e in record.events]
+
+
+def cut(rank: int, folder: str, world: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    for precision in PRECISIONS:
+        with open(f"{folder}/{precision} {rank}", "wb") as file:
+            pickle.dump(counted(rank, world, 2, precision), file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_operand_that_tensor_ranks_hold_alike_counts_once(world: int, tmp_path: Any) -> None:
+    """FP8 layers compute with plain tensors: the input of cut rows and the gradient of cut columns are the
+    same on both ranks of a layer. A weight's parts
+    add up. On one pair of ranks and on two."""
+    run_ranks(cut, str(tmp_path), world, ranks=world)
+    for precision in PRECISIONS:
+        tables, layout, _ = counted(0, 1, 1, precision)
+        ranks: list[Recorded] = [pickle.loads((tmp_path / f"{precision} {i}").read_bytes())
+                                 for i in range(world)]
+        merged = SumTables.zeros(len(layout.series))
+        for found, theirs, _ in ranks:
+            assert {s.key for s in theirs.series} <= {s.key for s in layout.series}
+            merged.merge(found.to_layout(theirs, layout))
+        for i, series in enumerate(layout.series):
+            if series.name.removesuffix(".weight") in LAYERS:
+                assert merged.counts[i, 0] == tables.counts[i, 0], (precision, series)
+                amax = merged.maxes[i, 0].item()
+                assert amax == pytest.approx(tables.maxes[i, 0].item(), rel=1e-2), (precision, series)

@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from fp8scope.observer import Cut
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import TILE
 from fp8scope_trainer.decoder import RUN, Decoder
@@ -72,6 +73,8 @@ class Local(ParallelStyle):
         weight = distribute_tensor(module.weight, mesh, [Shard(self.dim)])
         module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
         module.out_features, module.in_features = weight.to_local().shape
+        cut = Cut(dim=self.dim, parts=mesh.size(), part=mesh.get_local_rank())
+        module.cut = cut  # type: ignore[assignment]
 
     def _input(self, module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Tensor:
         """Whole for cut rows, where each rank has a part of its gradient; else this rank's columns."""
