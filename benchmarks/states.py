@@ -297,10 +297,12 @@ def line(one: dict[str, Any]) -> str:
     direct = [found["direct"] for found in one["details"]]
     half = "" if one["half_width_95"] is None else f" +- {one['half_width_95']:.4f}"
     word = f"NOT within: {', '.join(one['outside'])}" if one["outside"] else "within"
-    return (f"{one['states']:<6} beta2 {one['beta2']:<6} {one['steps']} steps  held-out "
-            f"{one['held_out']:.4f} ({one['difference']:+.4f}{half} against fp32, {len(direct)} seeds, fp32 runs of one seed span "
-            f"{one['span_of_references']:.4f})  {ratios}  (direct {min(d['min'] for d in direct):.3f} to "
-            f"{max(d['max'] for d in direct):.3f}, error {fmean(d['error'] for d in direct):.3f})  {word}")
+    shape = f"{one['states']:<6} beta2 {one['beta2']:<6} {one['steps']} steps, {len(direct)} seeds"
+    loss = (f"held-out {one['held_out']:.4f} ({one['difference']:+.4f}{half} against fp32, whose runs of a "
+            f"seed span {one['span_of_references']:.4f})")
+    more = (f"(direct {min(d['min'] for d in direct):.3f} to {max(d['max'] for d in direct):.3f}, "
+            f"error {fmean(d['error'] for d in direct):.3f})")
+    return "  ".join((shape, loss, ratios, more, word))
 
 
 def wanted(options: argparse.Namespace, machine: str) -> list[Job]:
