@@ -17,7 +17,8 @@ Told of each, and what decides (int4 is told and decides nothing):
 
 direct and probe are means over the last fifth of 50 measured steps: what rounding does to v builds up slowly.
 The span beside direct is that of all of them. A GPU adds in no fixed order, so two fp32 runs differ, too:
-where the files hold several, their mean is the reference and the span of their losses is told.
+where the files hold several of one seed, their mean is the reference and the span of their losses is told.
+With several --seeds everything is the mean over them.
 
 Finished runs are kept in --results, a line each, and not done again; none begins that would not be done
 within --limit-s. Processes with other --states may share one file. --quick: the tiny preset and 40 steps,
@@ -31,6 +32,7 @@ import platform
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -48,7 +50,7 @@ from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.data import Corpus, batch_at, standard_library
 from fp8scope_trainer.decoder import Decoder, DecoderConfig
 from fp8scope_trainer.moments import decode, slots
-from fp8scope_trainer.paired import Schedule
+from fp8scope_trainer.paired import Schedule, mean_and_half_width
 from fp8scope_trainer.rules import ADAMW
 from fp8scope_trainer.state_format import FORMATS, StateFormat
 
@@ -127,7 +129,8 @@ class Exact:
 def trained(job: Job, corpus: Corpus[Tensor], device: torch.device) -> dict[str, Any]:
     """Figures of one run."""
     preset, every = PRESETS[job.preset], max(1, job.steps // SAMPLES)
-    schedule = Schedule(steps=job.steps, batch=preset.batch, lr=preset.lr, warmup_steps=job.steps // 20)
+    schedule = Schedule(steps=job.steps, batch=preset.batch, lr=preset.lr, warmup_steps=job.steps // 20,
+                        held_out_batches=64)
     torch.manual_seed(job.seed)
     model = Decoder(preset.model).to(device)
     optimizer = AdamW(parameter_groups(model, states=job.states), betas=(0.9, job.beta2), seed=job.seed)
@@ -256,36 +259,50 @@ def read(paths: Iterable[Path]) -> list[tuple[Job, dict[str, Any]]]:
 
 
 def judged(runs: list[tuple[Job, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Of each run that has a reference what the module says."""
-    verdicts = []
+    """What the module says of each job that has a reference, over its seeds."""
+    references: dict[Job, list[float]] = defaultdict(list)
+    pairs: dict[Job, list[tuple[Job, dict[str, Any]]]] = defaultdict(list)
     for job, found in runs:
-        losses = [one["held_out"] for other, one in runs if other == replace(job, states=REFERENCE)]
-        if job.states == REFERENCE or not losses:
-            continue
-        difference = found["held_out"] - fmean(losses)
-        ratios = {"direct": found["direct"]["ratio"],
-                  "probe": math.nan if found["probe"] is None else found["probe"]["ratio"],
-                  **{f"fallen_{name}": one for name, one in found["fallen"].items()}}
-        outside = [name for name, one in ratios.items() if not abs(one - 1) <= RATIO_LIMIT]
-        if not abs(difference) <= LOSS_LIMIT:
-            outside.insert(0, "loss")
-        verdicts.append(asdict(job) | {
-            "held_out": found["held_out"], "difference": difference, "references": len(losses),
-            "span_of_references": max(losses) - min(losses), "ratios": ratios, "outside": outside,
-            "details": found})
-    return verdicts
+        if job.states == REFERENCE:
+            references[job].append(found["held_out"])
+    for job, found in runs:
+        if job.states != REFERENCE and replace(job, states=REFERENCE) in references:
+            pairs[replace(job, seed=0)].append((job, found))
+    return [_verdict(some, [references[replace(job, states=REFERENCE)] for job, _ in some])
+            for some in pairs.values()]
+
+
+def _verdict(pairs: list[tuple[Job, dict[str, Any]]], references: list[list[float]]) -> dict[str, Any]:
+    """Of one job: each seed's run, and the losses of its fp32 runs."""
+    several = [found for _, found in pairs]
+    mean, half = mean_and_half_width([found["held_out"] - fmean(losses)
+                                      for found, losses in zip(several, references, strict=True)])
+    each = [{"direct": found["direct"]["ratio"],
+             "probe": math.nan if found["probe"] is None else found["probe"]["ratio"],
+             **{f"fallen_{name}": one for name, one in found["fallen"].items()}} for found in several]
+    ratios = {name: fmean(one[name] for one in each) for name in each[0]}
+    outside = [name for name, one in ratios.items() if not abs(one - 1) <= RATIO_LIMIT]
+    if not abs(mean) <= LOSS_LIMIT:
+        outside.insert(0, "loss")
+    return asdict(pairs[0][0]) | {
+        "seed": [job.seed for job, _ in pairs], "held_out": fmean(found["held_out"] for found in several),
+        "difference": mean, "half_width_95": half if math.isfinite(half) else None,
+        "span_of_references": max(max(one) - min(one) for one in references),
+        "references": sum(map(len, references)), "ratios": ratios, "outside": outside, "details": several}
 
 
 def line(one: dict[str, Any]) -> str:
     """A verdict."""
     ratios = "  ".join(f"{name.replace('_', ' ')} {ratio:.4f}" for name, ratio in one["ratios"].items())
-    direct, span = one["details"]["direct"], ""
-    if one["references"] > 1:
-        span = f", {one['references']} of them span {one['span_of_references']:.4f}"
+    direct = [found["direct"] for found in one["details"]]
+    half = "" if one["half_width_95"] is None else f" +- {one['half_width_95']:.4f}"
     word = f"NOT within: {', '.join(one['outside'])}" if one["outside"] else "within"
-    return (f"{one['states']:<6} beta2 {one['beta2']:<6} {one['steps']} steps  held-out "
-            f"{one['held_out']:.4f} ({one['difference']:+.4f} against fp32{span})  {ratios}  "
-            f"(direct {direct['min']:.3f} to {direct['max']:.3f}, error {direct['error']:.3f})  {word}")
+    shape = f"{one['states']:<6} beta2 {one['beta2']:<6} {one['steps']} steps, {len(direct)} seeds"
+    loss = (f"held-out {one['held_out']:.4f} ({one['difference']:+.4f}{half} against fp32, whose runs of a "
+            f"seed span {one['span_of_references']:.4f})")
+    more = (f"(direct {min(d['min'] for d in direct):.3f} to {max(d['max'] for d in direct):.3f}, "
+            f"error {fmean(d['error'] for d in direct):.3f})")
+    return "  ".join((shape, loss, ratios, more, word))
 
 
 def wanted(options: argparse.Namespace, machine: str) -> list[Job]:

@@ -53,6 +53,18 @@ def test_loss_and_all_four_ratios_decide(states: ModuleType, one: dict[str, Any]
     assert ("NOT within" in states.line(verdict)) == bool(outside)
 
 
+def test_seeds_are_judged_together(states: ModuleType) -> None:
+    """Each against the reference of its own seed: +0.02 and -0.01 are +0.005 in the mean; a seed without a
+    reference does not count."""
+    job = states.Job(preset="tiny", states="fp8", beta2=0.95, steps=40, seed=0, machine="here")
+    exact = replace(job, states="fp32")
+    runs = [(job, found(2.02)), (exact, found(2.0)), (replace(job, seed=1), found(2.99, direct=1.08)),
+            (replace(exact, seed=1), found(3.0)), (replace(job, seed=2), found(9.0))]
+    (verdict,) = states.judged(runs)
+    assert (verdict["seed"], verdict["outside"]) == ([0, 1], [])
+    assert (verdict["difference"], verdict["ratios"]["direct"]) == pytest.approx((0.005, 1.04))
+
+
 def test_the_direct_ratio_is_that_of_the_weights_change(states: ModuleType) -> None:
     """Weights that move by 0.8 of an exact AdamW's step, weight decay apart, read 0.8 and an error of 0.2."""
     weight, twin = (nn.Parameter(torch.ones(8, 8)) for _ in range(2))
