@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from fp8scope.quantize import Quantized, dequantize
-from fp8scope_protocol.formats import TILE
+from fp8scope_trainer.cut import keeps_tiles
 from fp8scope_trainer.linear import Fp8Linear
 from fp8scope_trainer.recipe import quantize_weight
 
@@ -137,7 +137,7 @@ def gather_in_fp8(model: nn.Module) -> tuple[str, ...]:
             continue
         if getattr(info.module.recipe, "scaling", "block") != "block":
             continue  # one scale for the whole tensor is known to no rank alone
-        if parameter._orig_size[0] % (TILE * ranks) == 0:
+        if keeps_tiles(parameter._orig_size[0], ranks):
             held = parameter.sharded_param
             held._local_tensor = ShardedWeight.of(held._local_tensor, parameter)
             parameter._init_extensions()

@@ -32,10 +32,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.rounding import hashed, key_of, lower, upper
 from fp8scope_trainer.rules import Moments, Rule, root_of
+from fp8scope_trainer.state_block import SMALLEST_QUANTIZED
 from fp8scope_trainer.state_format import Encoded, StateFormat
-
-SMALLEST_QUANTIZED = 4096
-"""Parameters with fewer elements, in all, keep fp32 moments: nothing to gain, much to lose."""
 
 MASTER = "master"
 

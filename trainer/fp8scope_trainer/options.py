@@ -16,7 +16,8 @@ from fp8scope_trainer.decoder import Decoder, DecoderConfig, billion, demo, hund
 from fp8scope_trainer.drill import DRILLS, FrozenAmax
 from fp8scope_trainer.recipes import RECIPES, Precision, TrainingRecipe, check_clip
 from fp8scope_trainer.stage import Stage, parse_stage
-from fp8scope_trainer.state_format import FORMATS, StateFormat
+from fp8scope_trainer.state_block import FORMATS
+from fp8scope_trainer.state_format import StateFormat
 from fp8scope_trainer.token_file import DTYPES, TokenFile, open_tokens
 
 MOST_RANKS = 256
