@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from fp8scope.casts import Cast
 from fp8scope.home import Home, find_homes, matrix_of
 from fp8scope.inert import can_report
+from fp8scope.observer import Withholding
 from fp8scope.torchao_linear import LiveCasts, live_casts
 from fp8scope.transformer_engine import engine_cast, engine_kind, weight_keys
 from fp8scope_protocol.series import NAME_LIMIT, canonical_name
@@ -143,14 +144,18 @@ def parameter_places(model: nn.Module) -> dict[int, ParameterPlace]:
 
 
 def find_unobserved(model: nn.Module) -> tuple[Unobserved, ...]:
-    """Modules with matrices of their own that are no layer we can watch."""
-    watched = {id(layer.module) for layer in find_layers(model)}
-    return tuple(
+    """Modules with matrices of their own that are no layer we can watch, and operands that one withholds."""
+    layers = find_layers(model)
+    watched = {id(layer.module) for layer in layers}
+    withheld = (Unobserved(name=layer.name, reason=f"{role} not observed: {why}")
+                for layer in layers if layer.in_situ and isinstance(layer.module, Withholding)
+                for role, why in layer.module.withheld().items())
+    return (*withheld, *(
         Unobserved(name=_listable(canonical_name(name)) or ROOT, reason=(
             UNSEEN if fused_weights(module) else f"{type(module).__name__} is not a linear layer"))
         for name, module in model.named_modules()
         if id(module) not in watched and any(_is_matrix(p) for p in module.parameters(recurse=False))
-    )
+    ))
 
 
 def expert_count(module: nn.Module) -> int:

@@ -98,14 +98,22 @@ class GatheredWeight(Tensor):
         return weight
 
     @property
-    def quantized(self) -> Quantized:
-        """The gathered codes and scales."""
+    def quantized(self) -> Quantized | None:
+        """The gathered codes and scales; None where the weight itself was gathered."""
+        if len(self.parts) == 1:
+            return None
         codes, scales = self.parts
         return Quantized(codes.view(torch.float8_e4m3fn), scales, "block 128x128")
 
+    @property
+    def exact(self) -> Tensor | None:
+        """The weight itself, if that was gathered."""
+        return self.parts[0] if len(self.parts) == 1 else None
+
     def values(self) -> Tensor:
         """The weight in its dtype; from codes what they stand for."""
-        return self.parts[0] if len(self.parts) == 1 else dequantize(self.quantized).to(self.dtype)
+        codes = self.quantized
+        return self.parts[0] if codes is None else dequantize(codes).to(self.dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
