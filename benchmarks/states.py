@@ -52,7 +52,8 @@ from fp8scope_trainer.decoder import Decoder, DecoderConfig
 from fp8scope_trainer.moments import decode, slots
 from fp8scope_trainer.paired import Schedule, mean_and_half_width
 from fp8scope_trainer.rules import ADAMW
-from fp8scope_trainer.state_format import FORMATS, StateFormat
+from fp8scope_trainer.state_block import FORMATS
+from fp8scope_trainer.state_format import StateFormat
 
 REFERENCE = "fp32"
 LOSS_LIMIT, RATIO_LIMIT = 0.015, 0.05

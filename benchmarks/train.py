@@ -15,10 +15,10 @@ from the same seed and reads the same data.
 
 The loss of a step is read while the next one runs, so that the host is ahead of the device; a step ends
 when the device is through with it. tokens/s is from the median step, with the probe from the mean of ten or
-twenty, every tenth of which is measured; memory is the most that torch had allocated; `estimate` is the estimator's
-figure for it; MFU is against the dense BF16 peak. A job that fails says why and does not stop the others; one
-that would begin after --limit-s seconds is left out and named. --profile writes for each job as JSON which 40
-kernels take most of the device's time in two further steps, and how much of it all kernels take.
+twenty, every tenth of which is measured; memory is the most that torch had allocated; `estimate` is the
+estimator's figure for it; MFU is against the dense BF16 peak. A job that fails says why and does not stop the
+others; one that would begin after --limit-s seconds is left out and named. --profile writes for each job as
+JSON which 40 kernels take most of the device's time in two further steps, and how much of it all kernels take.
 """
 
 import argparse

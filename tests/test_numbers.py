@@ -12,14 +12,21 @@ from fp8scope_trainer.options import parse
 TYPED = ("-1", str(2**64), "1e400", "-1e400", "abc", "", "nan", "9" * 5000, "true")
 OPTIONS = {
     "train": ("--steps", "--ranks", "--seed", "--lr", "--batch", "--every", "--detail-every",
-              "--fidelity-every", "--budget"),
+              "--fidelity-every", "--budget", "--accumulate", "--block",
+              "--states-warmup", "--warmup", "--clip", "--peak-tflops"),
     "train --drill frozen-amax": ("--fault-step", "--gain-steps", "--gain-growth", "--release-step"),
+    "train --checkpoint nowhere": ("--save-every",),
+    "train --stage HYBRID_SHARD": ("--shard-ranks",),
+    "estimate --parameters 7B": ("--parameters", "--ranks", "--tensor-parallel", "--accumulate", "--layers",
+                                 "--exempt", "--tokens"),
+    "estimate --parameters 7B --states int8": ("--block",),
     "demo": ("--steps", "--port", "--dashboard-port"),
     "up": ("--port", "--dashboard-port"),
     "doctor torch.nn:Identity": ("--every", "--detail-every", "--tokens", "--bandwidth"),
 }
-MAY_BE_ZERO = ("--seed", "--fidelity-every", "--fault-step")
-HAS_NO_END = ("--bandwidth",)
+MAY_BE_ZERO = ("--seed", "--fidelity-every", "--fault-step", "--states-warmup", "--warmup", "--tokens",
+               "--exempt")
+HAS_NO_END = ("--bandwidth", "--clip")
 
 
 @pytest.fixture(autouse=True)

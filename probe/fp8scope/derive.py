@@ -53,7 +53,7 @@ def derive(tables: SumTables, layout: Layout) -> Arrays:
     with np.errstate(all="ignore"):
         arrays |= _ratios(counts)
         arrays |= _errors(counts, sums)
-        arrays |= _moments(counts, sums)
+        arrays |= _moments(counts, sums, maxes)
         arrays |= _scales(counts, sums, maxes)
         arrays |= _updates(layout, sums)
         arrays |= _fidelity(sums)
@@ -175,12 +175,14 @@ def _updates(layout: Layout, sums: Reals) -> Arrays:
     }
 
 
-def _moments(counts: Columns, sums: Reals) -> Arrays:
+def _moments(counts: Columns, sums: Reals, maxes: Reals) -> Arrays:
+    """Of tensors that were read; of compared gradients, and of updates, only elements are counted."""
     finite = counts["elements"] - counts["nan"] - counts["inf"]
     x2 = sums["x2"]
+    read = (finite > 0) & ((x2 > 0.0) | (maxes["amax"] > -np.inf))
     return {
-        "rms": _value(np.sqrt(x2 / finite), finite > 0),
-        "mean_abs": _value(sums["abs"] / finite, finite > 0),
+        "rms": _value(np.sqrt(x2 / finite), read),
+        "mean_abs": _value(sums["abs"] / finite, read),
         "kurtosis": _value(finite * sums["x4"] / (x2 * x2), x2 > 0.0),
     }
 

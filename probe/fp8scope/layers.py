@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from fp8scope.casts import Cast
 from fp8scope.home import Home, find_homes, matrix_of
 from fp8scope.inert import can_report
+from fp8scope.observer import Withholding
 from fp8scope.torchao_linear import LiveCasts, live_casts
 from fp8scope.transformer_engine import engine_cast, engine_kind, weight_keys
 from fp8scope_protocol.series import NAME_LIMIT, canonical_name
@@ -27,8 +28,6 @@ ROOT = "(model)"
 """Name of a model that is itself the layer."""
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 UNSEEN = "fused experts: only their weights are measured, in detailed steps (fused.py)"
-CODES = ("weight: gathered as FP8 codes, its values are whole on no rank; it and gemm_error are measured "
-         "while the layer runs in shadow")
 
 
 class Weight(NamedTuple):
@@ -145,18 +144,18 @@ def parameter_places(model: nn.Module) -> dict[int, ParameterPlace]:
 
 
 def find_unobserved(model: nn.Module) -> tuple[Unobserved, ...]:
-    """Modules with matrices of their own that are no layer we can watch, and weights that are gathered as
-    codes: their shards say so."""
-    watched = {id(layer.module) for layer in find_layers(model)}
-    codes = tuple(Unobserved(name=_listable(canonical_name(name)), reason=CODES)
-                  for name, one in model.named_parameters()
-                  if hasattr(getattr(one, "_local_tensor", one), "gathers_fp8"))
-    return codes + tuple(
+    """Modules with matrices of their own that are no layer we can watch, and operands that one withholds."""
+    layers = find_layers(model)
+    watched = {id(layer.module) for layer in layers}
+    withheld = (Unobserved(name=layer.name, reason=f"{role} not observed: {why}")
+                for layer in layers if layer.in_situ and isinstance(layer.module, Withholding)
+                for role, why in layer.module.withheld().items())
+    return (*withheld, *(
         Unobserved(name=_listable(canonical_name(name)) or ROOT, reason=(
             UNSEEN if fused_weights(module) else f"{type(module).__name__} is not a linear layer"))
         for name, module in model.named_modules()
         if id(module) not in watched and any(_is_matrix(p) for p in module.parameters(recurse=False))
-    )
+    ))
 
 
 def expert_count(module: nn.Module) -> int:

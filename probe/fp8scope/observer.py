@@ -8,13 +8,15 @@ inactive: check `active` first. An observer never raises and never keeps a refer
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from fp8scope.gemm import WgradSample
-from fp8scope.sums import RowSums
 from fp8scope_protocol.commands import Precision
+
+if TYPE_CHECKING:  # what layers are found by asks for no kernels
+    from fp8scope.gemm import WgradSample
+    from fp8scope.sums import RowSums
 
 
 class LinearObserver(Protocol):
@@ -23,7 +25,7 @@ class LinearObserver(Protocol):
     active: bool
     """True only in sampled steps and outside of activation recomputation."""
 
-    def sums(self, role: str, x: Tensor, *, policy: str) -> RowSums | None:
+    def sums(self, role: str, x: Tensor, *, policy: str) -> "RowSums | None":
         """The row to which the quantizer adds the round trip of x [R, C] in [1,128] tiles, with current
         scales and but for the histogram; `tensor` is then not told of it. None: the observer reads x itself.
         """
@@ -43,11 +45,11 @@ class LinearObserver(Protocol):
     ) -> None:
         """The operands of one fprop: x [M, K], weight [N, K], both high-precision, and the scales used."""
 
-    def sample(self, x: Tensor, column_scales: Tensor) -> WgradSample | None:
+    def sample(self, x: Tensor, column_scales: Tensor) -> "WgradSample | None":
         """What a forward is to keep of x [M, K] until backward; mostly None. Scales are those of x.t()."""
 
     def wgrad(
-        self, dy: Tensor, column_scales: Tensor, sample: WgradSample, *, scaling: str = "tile 1x128",
+        self, dy: Tensor, column_scales: Tensor, sample: "WgradSample", *, scaling: str = "tile 1x128",
         format: str = "e4m3",
     ) -> None:
         """The operands of the wgrad of the call that kept `sample`: dy [M, N], and the scales of dy.t(), in
@@ -113,6 +115,14 @@ class Announcing(Protocol):
 
     def operands(self) -> Mapping[tuple[str, str], Told]:
         """By role and orientation."""
+
+
+@runtime_checkable
+class Withholding(Protocol):
+    """A quantized linear that may be unable to tell its observer of an operand."""
+
+    def withheld(self) -> Mapping[str, str]:
+        """Reasons by role, as things are now."""
 
 
 @runtime_checkable

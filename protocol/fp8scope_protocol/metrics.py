@@ -12,16 +12,26 @@ can show the excess over it. `limit` is a published or measured reference line, 
 """
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from fp8scope_protocol.errors import UnknownName
 from fp8scope_protocol.formats import FORMATS, distortion_of, parse_scaling, sqnr_floor_db
-from fp8scope_protocol.series import Series
+from fp8scope_protocol.series import ORIENTATIONS, ROLES, Series
 
 Kind = Literal["count", "value"]
 Merge = Literal["sum", "max", "min", "weighted", "newest"]
 Worse = Literal["high", "low", "neither"]
 Group = Literal["round trip", "consequence", "sentinel"]
+
+
+_OPERANDS = ("activation", "weight", "gradient")
+_STATES = ("exp_avg", "exp_avg_sq", "momentum", "master_weight")
+_STORED = (*_OPERANDS, *_STATES)
+"""What is stored in codes, or could be."""
+_COUNT, _SHARE, _ANGLE, _POSITIVE = (0.0, 2.0**64 - 1), (0.0, 1.0), (0.0, 2.0), (0.0, inf)
+_SIZE = (0.0, 2.0**128 - 2.0**104)
+"""A finite fp32 without its sign."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +66,16 @@ class Metric:
     worse: Worse = "high"
     group: Group = "round trip"
     floor: bool = False
+    range: tuple[float, float] = (-inf, inf)
+    """Smallest and largest possible value; infinite where no bound is certain."""
+    roles: tuple[str, ...] = _STORED
+    """What it is measured of, where it belongs to a series."""
+    rowwise_only: bool = False
     limits: tuple[Limit, ...] = field(default=())
+
+    def orientations_of(self, role: str) -> tuple[str, ...]:
+        """In which it is measured of `role`; of what is no operand of a GEMM rowwise alone."""
+        return ("rowwise",) if self.rowwise_only or role not in _OPERANDS else ORIENTATIONS
 
     def limit_of(self, series: Series) -> Limit | None:
         """The first limit that applies to `series`, if any."""
@@ -69,22 +88,24 @@ _E4M3_CODES = ("e4m3", "mxfp8")
 _FP8 = (*_E4M3_CODES, "e5m2")
 
 _ROUND_TRIP = (
-    Metric(key="elements", unit="elements", kind="count", merge="sum", worse="neither", definition="N"),
-    Metric(key="calls", unit="calls", kind="count", merge="sum", worse="neither",
+    Metric(key="elements", unit="elements", kind="count", merge="sum", worse="neither", range=_COUNT,
+           roles=ROLES, definition="N"),
+    Metric(key="calls", unit="calls", kind="count", merge="sum", worse="neither", range=_COUNT, roles=ROLES,
            definition="times the tensor was seen in the step: micro-batches and repeated uses"),
-    Metric(key="nan_count", unit="elements", kind="count", merge="sum",
+    Metric(key="nan_count", unit="elements", kind="count", merge="sum", range=_COUNT,
            definition="NaNs in x, before any cast", limits=(Limit(value=0, source=_MEASURED),)),
-    Metric(key="inf_count", unit="elements", kind="count", merge="sum",
+    Metric(key="inf_count", unit="elements", kind="count", merge="sum", range=_COUNT,
            definition="infinities in x, before any cast", limits=(Limit(value=0, source=_MEASURED),)),
-    Metric(key="zero_block_count", unit="blocks", kind="count", merge="sum", worse="neither",
+    Metric(key="zero_block_count", unit="blocks", kind="count", merge="sum", worse="neither", range=_COUNT,
            definition="blocks in which every element is zero"),
-    Metric(key="underflow_ratio", unit="ratio",
+    Metric(key="underflow_ratio", unit="ratio", range=_SHARE,
            definition="#(x != 0 and q == 0) / N; under stochastic rounding #(0 < |x| < half the smallest "
                       "subnormal x s) / N",
            limits=(Limit(value=0.005, source=_LING, formats=_FP8, orientation="rowwise"),)),
-    Metric(key="underflow_nonzero_ratio", unit="ratio", definition="underflowed elements / #(x != 0)"),
-    Metric(key="zero_ratio", unit="ratio", definition="#(q == 0) / N", worse="neither"),
-    Metric(key="distortion", unit="1 - cosine", floor=True,
+    Metric(key="underflow_nonzero_ratio", unit="ratio", range=_SHARE,
+           definition="underflowed elements / #(x != 0)"),
+    Metric(key="zero_ratio", unit="ratio", range=_SHARE, definition="#(q == 0) / N", worse="neither"),
+    Metric(key="distortion", unit="1 - cosine", floor=True, range=_ANGLE,
            definition="1 - cos(x, d): n = sum e^2 / sum x^2, b = sum x e / sum x^2, c = sqrt(1 - 2b + n); "
                       "(n - b^2) / (c (c + 1 - b))",
            limits=(Limit(value=5e-3, source=_MEASURED, roles=("activation",), formats=_FP8, policy="delayed"),
@@ -92,55 +113,64 @@ _ROUND_TRIP = (
     Metric(key="gain", unit="ratio", definition="1 - b: sum x d / sum x^2", worse="neither"),
     Metric(key="sqnr_db", unit="dB", worse="low", floor=True,
            definition="10 log10(sum x^2 / sum e^2)"),
-    Metric(key="saturation_ratio", unit="ratio",
+    Metric(key="saturation_ratio", unit="ratio", range=_SHARE,
            definition="#(finite x, |x| > largest code x s x (1 + 2^-20)) / N",
            limits=(Limit(value=1e-3, source=_MEASURED, policy="delayed"),)),
-    Metric(key="amax", unit="value", merge="max", definition="largest finite |x|"),
-    Metric(key="amin_nonzero", unit="value", merge="min", worse="neither",
+    Metric(key="amax", unit="value", merge="max", range=_SIZE, definition="largest finite |x|"),
+    Metric(key="amin_nonzero", unit="value", merge="min", worse="neither", range=_SIZE,
            definition="smallest nonzero finite |x|"),
-    Metric(key="rms", unit="value", worse="neither", definition="sqrt(sum x^2 / N)"),
-    Metric(key="mean_abs", unit="value", worse="neither", definition="sum |x| / N"),
-    Metric(key="kurtosis", unit="ratio", worse="neither",
+    Metric(key="rms", unit="value", worse="neither", range=_SIZE, definition="sqrt(sum x^2 / N)"),
+    Metric(key="mean_abs", unit="value", worse="neither", range=_SIZE, definition="sum |x| / N"),
+    Metric(key="kurtosis", unit="ratio", worse="neither", range=_POSITIVE,
            definition="N sum x^4 / (sum x^2)^2, about zero; 3 for a Gaussian"),
     Metric(key="channel_outlier_ratio", unit="ratio", merge="max", worse="neither",
+            range=_POSITIVE, roles=("activation",), rowwise_only=True,
            definition="largest column rms / median column rms, the worst call of the step"),
-    Metric(key="scale_min", unit="value", merge="min", worse="neither",
+    Metric(key="scale_min", unit="value", merge="min", worse="neither", range=_POSITIVE,
            definition="smallest scale of a block that is not all zero"),
-    Metric(key="scale_max", unit="value", merge="max", worse="neither", definition="largest scale"),
+    Metric(key="scale_max", unit="value", merge="max", worse="neither", range=_POSITIVE,
+           definition="largest scale"),
     Metric(key="scale_log2_mean", unit="log2", worse="neither", definition="mean of log2 s over blocks"),
-    Metric(key="scale_log2_std", unit="log2", worse="neither", definition="spread of log2 s over blocks"),
-    Metric(key="bad_block_ratio", unit="ratio",
+    Metric(key="scale_log2_std", unit="log2", worse="neither", range=_POSITIVE,
+           definition="spread of log2 s over blocks"),
+    Metric(key="bad_block_ratio", unit="ratio", range=_SHARE,
            definition="share of blocks whose sum e^2 / sum x^2 is over four times the format's floor"),
     Metric(key="scale_staleness_bits", unit="log2", merge="max",
            definition="log2(amax now / (largest code x scale used)), the worst block; above 0 saturates",
            limits=(Limit(value=0.5, source=_MEASURED, policy="delayed"),)),
-    Metric(key="worst_rank", unit="rank", merge="newest", worse="neither",
+    Metric(key="worst_rank", unit="rank", merge="newest", worse="neither", range=_POSITIVE,
            definition="the rank that loses most: with NaN or Inf in x, else by the larger of underflowed / "
                       "nonzero elements and sum e^2 / sum x^2"),
 )
 
 _CONSEQUENCE = (
     Metric(key="gemm_error", unit="ratio", merge="max", group="consequence", floor=True,
+            range=_POSITIVE, roles=("activation",), rowwise_only=True,
            definition="relative error of the GEMM's output on 64 sampled rows against high-precision "
                       "operands",
            limits=(Limit(value=0.08, source=_MEASURED, roles=("activation",), formats=_E4M3_CODES),)),
     Metric(key="wgrad_row_error_max", unit="ratio", merge="max", group="consequence", floor=True,
+            range=_POSITIVE, roles=("gradient",),
            definition="relative error of dW against high-precision operands over 64 sampled columns, the "
                       "worst row; layers take turns"),
-    Metric(key="grad_fidelity", unit="1 - cosine", group="consequence",
+    Metric(key="grad_fidelity", unit="1 - cosine", group="consequence", range=_ANGLE, roles=("wgrad",),
            definition="1 - cos(g, d): one micro-batch's gradient in BF16 and in the job's precision, the "
                       "same random numbers"),
     Metric(key="grad_fidelity_norm_ratio", unit="ratio", group="consequence", worse="neither",
+            range=_POSITIVE, roles=("wgrad",),
            definition="||d|| / ||g|| of the same two"),
     Metric(key="grad_noise", unit="1 - cosine", group="consequence", worse="neither",
+            range=_ANGLE, roles=("wgrad",),
            definition="1 - cos(g, g'), g' of another micro-batch: what grad_fidelity is to be compared "
                       "with"),
-    Metric(key="update_error", unit="ratio", group="consequence",
+    Metric(key="update_error", unit="ratio", group="consequence", range=_POSITIVE, roles=("exp_avg_sq",),
            definition="||u - u'|| / ||u'|| on a sample of blocks: u the step from the stored states, u' from "
                       "fp32 twins that have run beside them"),
     Metric(key="update_norm_ratio", unit="ratio", group="consequence", worse="neither",
+            range=_POSITIVE, roles=("exp_avg_sq",),
            definition="||u|| / ||u'|| on the same sample; 0.95 to 1.05 is healthy"),
     Metric(key="update_gain", unit="ratio", group="consequence", worse="low",
+            roles=("weight",), rowwise_only=True,
            definition="sum(applied x intended) / sum(intended^2) over the changes of weights that have no "
                       "master, on a sample of blocks",
            limits=(Limit(value=0.9, source=_MEASURED, roles=("weight",)),)),

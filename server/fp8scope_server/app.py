@@ -3,8 +3,8 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import Depends, FastAPI
-from fastapi.responses import PlainTextResponse
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from fp8scope_protocol.access import Guard, ensure_token
 from fp8scope_server import (
@@ -40,7 +40,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
             app.state.database = database
             yield
 
-    app = FastAPI(title="fp8scope collector", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="fp8scope collector", lifespan=lifespan, openapi_url=None)
     app.state.settings = settings
     app.state.changes = Changes()
     app.state.layouts = Layouts()
@@ -49,9 +49,11 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.state.nonfinite = NonfiniteTally()
     for module in (attempts, ingest, parts, losses):
         app.include_router(module.router)
+    strictly = [Depends(known_parameters)]
     for module in (commands, policies, read, live, prometheus):
-        app.include_router(module.router, dependencies=[Depends(known_parameters)])
-    app.add_api_route("/healthz", healthz, response_class=PlainTextResponse)
+        app.include_router(module.router, dependencies=strictly)
+    app.add_api_route("/healthz", healthz, response_class=PlainTextResponse, dependencies=strictly)
+    app.add_api_route("/openapi.json", openapi, response_class=JSONResponse, dependencies=strictly)
     problems.install(app)
     app.add_middleware(Guard, token=ensure_token(), hosts=settings.hosts)
     return app
@@ -60,3 +62,8 @@ def create_app(settings: ServerSettings) -> FastAPI:
 async def healthz() -> PlainTextResponse:
     """Answers as soon as the database is open."""
     return PlainTextResponse("ok\n")
+
+
+async def openapi(request: Request) -> JSONResponse:
+    """What this document is: every route, its parameters and its body."""
+    return JSONResponse(request.app.openapi())

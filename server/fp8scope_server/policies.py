@@ -8,6 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from fp8scope_protocol.errors import Invalid, UnknownName
+from fp8scope_protocol.rule_check import check_rule
 from fp8scope_protocol.rules import Rule
 from fp8scope_protocol.series import matching_names
 from fp8scope_server.body import described, written
@@ -37,9 +38,10 @@ async def get_rule(run: str, name: str, request: Request) -> Rule:
 
 @router.put("/runs/{run}/rules/{name}", openapi_extra=described(Rule))
 async def put_rule(run: str, name: str, rule: Annotated[Rule, written(Rule)], request: Request) -> Rule:
-    """Create or replace a rule. Its pattern must select a layer that can be switched."""
+    """Create or replace a rule. It must be able to fire, on a layer that can be switched."""
     if rule.name != name:
         raise Invalid("name", rule.name, f"must be the name in the address, {name!r}")
+    check_rule(rule)
     async with request.app.state.database.session() as session:
         await find_run(session, run)
         switchable = await read_switchable(session, run)

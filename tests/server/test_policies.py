@@ -321,6 +321,12 @@ def test_rules_are_kept_replaced_and_deleted(job: Jobs, client: httpx.Client) ->
     ({"enter": {"conditions": []}}, "conditions"),
     ({"enter": {"conditions": [{"metric": "underflw_ratio", "role": "weight", "threshold": 1}]}},
      "underflow_ratio"),
+    ({"enter": {"conditions": [{"metric": "underflow_ratio", "role": "activation", "threshold": 1.5}]}},
+     "can never hold: underflow_ratio is at most 1"),
+    ({"enter": {"conditions": [{"metric": "gemm_error", "role": "weight", "threshold": 0.1}]}},
+     "gemm_error is measured of activation, not of weight"),
+    ({"leave": {"conditions": [{"metric": "underflow_ratio", "role": "activation", "threshold": 0.1,
+                                "beyond": "below"}]}}, "can hold while enter does"),
 ])
 def test_rules_that_make_no_sense_are_422(
     fields: dict[str, Any], word: str, job: Jobs, client: httpx.Client
@@ -346,6 +352,17 @@ def test_json_needs_no_content_type_but_no_other_one(job: Jobs, client: httpx.Cl
         assert client.request(method, path, content=content).status_code == done
         assert client.request(method, path, content=b"{").status_code == 422
         assert client.request(method, path).status_code == 422
+
+
+def test_a_rule_from_before_such_checks_is_still_read_and_judged(
+    started: Any, client: httpx.Client, rows: Rows
+) -> None:
+    """One that would be refused today stays in its run, and no batch fails for it."""
+    one, run = started()
+    rows("UPDATE rules SET body = jsonb_set(body::jsonb, '{enter,conditions,0,threshold}', '1.5') "
+         "WHERE run_id = %s RETURNING 1", run)
+    assert client.get(f"/runs/{run}/rules/underflow").json()["enter"]["conditions"][0]["threshold"] == 1.5
+    assert one.send(1, one.values(layers_0=0.5))["commands"] == 0
 
 
 def test_a_replaced_rule_still_knows_which_layers_it_holds(started: Any, client: httpx.Client) -> None:

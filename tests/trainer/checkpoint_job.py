@@ -180,10 +180,19 @@ def limited_files(size: int | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def damage(file: Path) -> None:
+    """Flips one bit in its middle."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+
+
 def main(rank: int, ranks: int, store: str, plan: str) -> None:
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     for one in json.loads(Path(plan).read_text()):
+        if "damage" in one and rank == 0:
+            damage(next(Path(one["load"]).glob(f"step-*/{one['damage']}")))
         try:
             with limited_files(one.get("limit") if rank else None):
                 result = run(one, rank, ranks)

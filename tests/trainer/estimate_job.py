@@ -15,7 +15,7 @@ from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.convert import Conversion, convert
 from fp8scope_trainer.decoder import Decoder, DecoderConfig
 from fp8scope_trainer.shard import shard
-from fp8scope_trainer.state_format import FORMATS
+from fp8scope_trainer.state_block import FORMATS
 
 CONFIG = DecoderConfig(width=256, layers=2, heads=4, kv_heads=2, head_width=64, hidden=512, context=64)
 BATCH = 2

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fp8scope_trainer.adamw import AdamW
 from fp8scope_trainer.lion import Lion
 from fp8scope_trainer.optimizer import StateOptimizer
-from fp8scope_trainer.state_format import FORMATS
+from fp8scope_trainer.state_block import FORMATS
 
 SHAPES = ((33, 200), (3, 2048), (5, 7, 130), (9, 16, 5, 6), (7,))
 """Four ranks hold 9, 9, 9 and 6 of 33 rows; one has none of 3 rows, one of 5 experts, one of 7 elements."""

@@ -148,6 +148,16 @@ def test_one_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> Non
         assert_same(third[rank]["parameters"], first[rank]["parameters"])
 
 
+def test_a_flipped_bit_in_a_file_of_one_rank_stops_all(tmp_path: Path) -> None:
+    """Each rank sums the file that it writes; rank 1's is damaged, and no rank loads anything or hangs."""
+    folder = str(tmp_path / "c")
+    _, found = job(tmp_path, 2, [
+        {"model": "odd", "states": "fp32", "stop": 1, "save": folder},
+        {"model": "odd", "states": "fp32", "stop": 2, "load": folder, "damage": "__1_0.distcp"}])
+    for rank in found:
+        assert "its file __1_0.distcp has CRC-32" in rank["error"]
+
+
 def test_other_states_are_refused_on_every_rank(tmp_path: Path) -> None:
     """No rank hangs: all say what the checkpoint holds, what the optimizer wants, and the command."""
     folder = str(tmp_path / "c")

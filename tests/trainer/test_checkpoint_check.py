@@ -17,7 +17,7 @@ from fp8scope_trainer.checkpoint import load, save
 from fp8scope_trainer.convert import Conversion, convert
 from fp8scope_trainer.history import advance_histories
 from fp8scope_trainer.recipe import Recipe
-from fp8scope_trainer.state_format import FORMATS
+from fp8scope_trainer.state_block import FORMATS
 
 
 def model_of(*, width: int = 128, recipe: Recipe | None = None, extra: bool = False) -> nn.Module:

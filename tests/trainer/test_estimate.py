@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.decoder import SHAPES, Decoder, DecoderConfig
 from fp8scope_trainer.decoder_size import flops_per_token, size_of
 from fp8scope_trainer.estimate import Plan, any_model, estimate
+from fp8scope_trainer.state_block import FORMATS
+from fp8scope_trainer.state_format import StateFormat
 
 JOB = Path(__file__).with_name("estimate_job.py")
 CONFIG = DecoderConfig(width=256, layers=2, heads=4, kv_heads=2, head_width=64, hidden=512, context=64)
@@ -123,7 +128,7 @@ def test_no_torch_is_needed() -> None:
 def test_the_table_and_the_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     """The sum of the table is that of the document; the plan is repeated."""
     arguments = ["estimate", "--preset", "demo", "--states", "int8", "--ranks", "8",
-                 "--stage", "HYBRID_SHARD", "--shard-ranks", "2", "--tensor-parallel", "2",
+                 "--stage", "HYBRID_SHARD", "--shard-ranks", "2",
                  "--precision", "fp8", "--fp8-gather"]
     assert main([*arguments, "--json"]) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -137,14 +142,80 @@ def test_the_table_and_the_json_say_the_same(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize(("given", "rule"), [
     ({"stage": "4"}, "must be one of 0 .NO_SHARD, DDP."),
-    ({"states": "fp32", "block": 128}, "has no scales"),
+    ({"states": "fp32", "block": 128}, "fp32 states have no blocks"),
     ({"ranks": 8, "tensor_parallel": 3}, "must divide ranks = 8"),
     ({"stage": "HYBRID_SHARD"}, "goes with stage HYBRID_SHARD"),
     ({"stage": "hybrid_shard", "ranks": 8, "shard_ranks": 3}, "must divide the 8 ranks"),
-    ({"fp8_gather": True}, "needs precision fp8"),
+    ({"fp8_gather": True, "precision": "fp8"}, "is for stage 3 and HYBRID_SHARD, not for 2"),
+    ({"fp8_gather": True, "stage": "3"}, "needs precision fp8, not bf16"),
+    ({"fp8_gather": True, "stage": "3", "precision": "fp8", "ranks": 4, "tensor_parallel": 2},
+     "does not go with tensor parallelism"),
     ({"tokens": 8}, "activations are known of a preset only"),
+    ({"accounting": "paper", "precision": "fp8"}, "counts a copy in bf16, not in fp8"),
 ])
 def test_a_plan_that_cannot_be_is_refused(given: dict[str, Any], rule: str) -> None:
     """By field and rule."""
     with pytest.raises(Invalid, match=rule):
         estimate(SEVEN_BILLION, Plan(**given))
+
+
+@pytest.mark.parametrize("states", FORMATS)
+def test_blocks_are_refused_as_the_trainer_refuses_them(states: str) -> None:
+    """The same words for the same blocks, 100 and True among them, and no others."""
+    for block in (None, 0, True, 32, 64, 100, 128, 256, 1024, 8192, 16384):
+        planned = said(partial(Plan, states=states, block=block))
+        assert planned == said(partial(StateFormat.of, states, block))
+
+
+@pytest.mark.parametrize(("given", "rule"), [
+    ({"ranks": 8, "tensor_parallel": 8}, "kv_heads = 2: must be a multiple of 8"),
+    ({"ranks": 2, "tensor_parallel": 2, "precision": "fp8"}, "384 columns': cannot be cut for 2 ranks"),
+    ({"ranks": 2, "tensor_parallel": 2, "tokens": 8}, "known without tensor parallelism only"),
+])
+def test_a_preset_is_cut_only_as_the_trainer_cuts_it(given: dict[str, Any], rule: str) -> None:
+    """Two ranks share the demo's layers in BF16; not eight, and not two in FP8."""
+    demo = size_of(SHAPES["demo"]())
+    estimate(demo, Plan(ranks=2, tensor_parallel=2))
+    with pytest.raises(Invalid, match=rule):
+        estimate(demo, Plan(**given))
+
+
+def test_a_weight_that_cannot_be_gathered_as_codes_is_counted_in_bf16() -> None:
+    """Of the demo on two ranks qkv and gate_up have 128 rows for each; out and down do not."""
+    size = size_of(SHAPES["demo"]())
+    plan = Plan(stage="3", precision="fp8", ranks=2)
+    less = estimate(size, plan).of("gathered weights") - estimate(
+        size, replace(plan, fp8_gather=True)).of("gathered weights")
+    assert less == pytest.approx(2 * (512 + 768) * 128 * (2 - 1 - 4 / 128**2))  # two layers
+
+
+def test_a_shard_of_one_rank_holds_a_second_copy_in_any_precision() -> None:
+    """FSDP2 copies what it would gather from nobody: fp32 weights twice at stage 0."""
+    found = estimate(SEVEN_BILLION, Plan(stage="0", precision="fp32"))
+    assert found.of("gathered weights") == found.of("weights") == 28e9
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("--parameters 7B --ranks 0", "--ranks = 0: must be a whole number from 1"),
+    ("--parameters 7B --tensor-parallel 0", "--tensor-parallel = 0: must be"),
+    ("--parameters 7B --states int8 --block 100", "--block = 100: of int8 states must be a power of two"),
+    ("--parameters 7B --exempt many", "--exempt = 'many': must be a number such as"),
+    ("--preset demo --layers 7", "--layers = 7: goes with --parameters; a preset has"),
+    ("--preset demo --exempt 1M", "--exempt = '1M': goes with --parameters"),
+    ("--preset demo --parameters 7B", "--parameters = '7B': must be given, or --preset"),
+])
+def test_the_command_names_the_option_that_is_wrong(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it was typed."""
+    assert main(["estimate", *line.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def said(make: Callable[[], object]) -> str:
+    """What `make` is refused with; empty if it is not."""
+    try:
+        make()
+    except Invalid as wrong:
+        return str(wrong)
+    return ""

@@ -16,7 +16,7 @@ from fp8scope_trainer.decoder import Decoder, DecoderConfig
 from fp8scope_trainer.lion import Lion
 from fp8scope_trainer.optimizer import StateOptimizer
 from fp8scope_trainer.sgd import SGD
-from fp8scope_trainer.state_format import FORMATS
+from fp8scope_trainer.state_block import FORMATS
 
 SHAPE = (24, 200)
 BYTES = {"fp32": 8, "bf16": 4, "int16": 4, "fp8": 2, "int8": 2, "int4": 1}

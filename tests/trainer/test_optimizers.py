@@ -13,7 +13,7 @@ from fp8scope_trainer.adamw import AdamW
 from fp8scope_trainer.lion import Lion
 from fp8scope_trainer.optimizer import StateOptimizer
 from fp8scope_trainer.sgd import SGD
-from fp8scope_trainer.state_format import FORMATS
+from fp8scope_trainer.state_block import FORMATS
 
 SHAPE = (32, 300)
 RULES: dict[str, Callable[..., StateOptimizer]] = {"adamw": AdamW, "adam": Adam, "sgd": SGD, "lion": Lion}

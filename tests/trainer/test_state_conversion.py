@@ -20,8 +20,9 @@ from fp8scope_trainer.lion import Lion
 from fp8scope_trainer.moments import decode, slots
 from fp8scope_trainer.optimizer import StateOptimizer
 from fp8scope_trainer.place import columns_of
+from fp8scope_trainer.state_block import FORMATS
 from fp8scope_trainer.state_conversion import convert_states
-from fp8scope_trainer.state_format import FORMATS, StateFormat
+from fp8scope_trainer.state_format import StateFormat
 
 
 class Model(nn.Module):

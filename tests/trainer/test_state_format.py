@@ -6,7 +6,8 @@ from torch import Tensor
 
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.rounding import hashed, key_of, lower, upper
-from fp8scope_trainer.state_format import FORMATS, StateFormat
+from fp8scope_trainer.state_block import FORMATS
+from fp8scope_trainer.state_format import StateFormat
 
 QUANTIZED = [name for name in FORMATS if name not in ("fp32", "bf16")]
 

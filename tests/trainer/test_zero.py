@@ -175,12 +175,21 @@ def test_gathered_codes_are_those_of_the_whole_weight(ranks: Ranks) -> None:
         assert rank["gathered"]["saved"]
 
 
+def test_a_weight_that_is_gathered_as_codes_is_listed_as_not_observed(ranks: Ranks) -> None:
+    """By the doctor and at attaching, with the reason; one that is gathered itself is measured."""
+    for rank in ranks:
+        qkv, out, gate_up, down = rank["gathered"]["unobserved"]
+        assert qkv == gate_up
+        assert qkv.startswith("weight not observed: it is gathered as FP8 codes")
+        assert out is down is None
+
+
 @pytest.mark.parametrize(("world", "how"), [
-    ("two", ""), ("two", ", switched"), ("two", ", accumulated"), ("two", ", probed"),
+    ("two", ""), ("two", ", switched"), ("two", ", accumulated"), ("two", ", probed"), ("two", ", in shadow"),
     ("four", ""), ("four", ", hybrid"),
 ])
 def test_gathering_codes_changes_no_bit(world: str, how: str, request: pytest.FixtureRequest) -> None:
-    """Losses and weights as without: in BF16, with a layer in bf16 for a step, accumulated, probed."""
+    """Losses and weights as without: in BF16, a layer in bf16 or shadow for a step, accumulated, probed."""
     for rank in request.getfixturevalue(world):
         codes, weights = (rank[f"gathered {word}{how}"] for word in ("codes", "weights"))
         assert codes["losses"] == weights["losses"]

@@ -45,7 +45,7 @@ Found = dict[str, Any]
 def trained(
     stage: int | str, *, rank: int, ranks: int, accumulate: int = 1, probe: bool = False,
     evaluate: bool = False, tensor: int = 1, cut: bool = False,
-    fp8: bool = False, fp8_gather: bool = False, compute: torch.dtype | None = None, switch: bool = False,
+    fp8: bool = False, fp8_gather: bool = False, compute: torch.dtype | None = None, switch: str = "",
     device: str = "cpu",
 ) -> Found:
     """The decoder in fp32, or with FP8 layers, on eight sequences a step, however they are dealt out."""
@@ -64,7 +64,7 @@ def trained(
             if switch:
                 layer = model.get_submodule("layers.1.mlp.gate_up")
                 assert isinstance(layer, Fp8Linear)
-                layer.set_precision("bf16" if step == 1 else "fp8")
+                layer.set_precision(switch if step == 1 else "fp8")  # type: ignore[arg-type]
             tokens, targets = batch_at(text, step=step, batch=SEQUENCES // ranks, length=CONFIG.context,
                                        rank=rank, ranks=ranks)
             tokens, targets = tokens.to(device), targets.to(device)
@@ -166,13 +166,15 @@ def gathered(rank: int, ranks: int) -> Found:
     names = [f"layers.0.{part}" for part in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")]
     weights = [model.get_parameter(f"{name}.weight").detach().clone() for name in names]
     placed(model, 3, ranks, fp8_gather=True)
+    unobserved = {one.name: one.reason for one in fp8scope.diagnose(model).unobserved}
     layer = model.get_submodule("layers.0")
     assert isinstance(layer, FSDPModule)
     layer.unshard()
-    found: Found = {"codes": {}, "other": []}
+    found: Found = {"codes": {}, "other": [], "unobserved": [unobserved.get(name) for name in names]}
     for name, weight in zip(names, weights, strict=True):
         ours, exact = model.get_parameter(f"{name}.weight"), quantize_weight(weight, Recipe())
         if isinstance(ours, GatheredWeight):
+            assert ours.quantized is not None
             codes, scales, _ = ours.quantized
             found["codes"][name] = (torch.equal(codes.view(torch.uint8), exact.codes.view(torch.uint8))
                                     and torch.equal(scales, exact.scales))
@@ -215,7 +217,8 @@ def cases(rank: int, ranks: int) -> dict[str, Callable[[], Found]]:
         word = "codes" if gather else "weights"
         found[f"gathered {word}"] = partial(one, compute=torch.bfloat16)
         if ranks == 2:
-            found[f"gathered {word}, switched"] = partial(one, switch=True)
+            found[f"gathered {word}, switched"] = partial(one, switch="bf16")
+            found[f"gathered {word}, in shadow"] = partial(one, switch="shadow", probe=True)
             found[f"gathered {word}, accumulated"] = partial(one, accumulate=2)
             found[f"gathered {word}, probed"] = partial(one, probe=True)
         else:
@@ -292,7 +295,7 @@ def cuda_cases(rank: int, ranks: int) -> dict[str, Callable[[], Found]]:
                     device="cuda")
     found: dict[str, Callable[[], Found]] = {f"{stage}": partial(train, stage) for stage in (0, 1, 2, 3)}
     return found | {"codes": partial(train, 3, fp8_gather=True), "cut": partial(train, 3, tensor=2),
-                    "switched": partial(train, 3, fp8_gather=True, switch=True)}
+                    "switched": partial(train, 3, fp8_gather=True, switch="bf16")}
 
 
 def main(rank: int, ranks: int, folder: str, device: str) -> None:

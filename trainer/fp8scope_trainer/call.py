@@ -71,10 +71,11 @@ def hand_over_forward(
     if recipe.scaling == "block":
         watcher.tensor("activation", "columnwise", x.t(), column, scaling=recipe.wgrad_scaling,
                        policy=recipe.policy, power_of_two=two)
-    if not hasattr(weight, "quantized"):  # of a weight that was gathered in FP8 nothing else is here
-        watcher.tensor("weight", "rowwise", weight, weight_scales, scaling=recipe.weight_scaling,
+    exact = getattr(weight, "exact", weight)
+    if exact is not None:  # of a weight that was gathered in FP8 nothing but codes is here
+        watcher.tensor("weight", "rowwise", exact, weight_scales, scaling=recipe.weight_scaling,
                        policy="current", power_of_two=two)
-        watcher.gemm(x, weight, row, weight_scales, scaling=scaling, weight_scaling=recipe.weight_scaling)
+        watcher.gemm(x, exact, row, weight_scales, scaling=scaling, weight_scaling=recipe.weight_scaling)
     if recipe.wgrad_activation == "block":  # as tiles, all rows of a block with one scale
         column = column.repeat_interleave(TILE, dim=0)[:x.shape[1]]
     return watcher.sample(x, column)

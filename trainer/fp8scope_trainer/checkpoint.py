@@ -35,8 +35,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp8scope_protocol.errors import Invalid
-from fp8scope_trainer import checkpoint_folder, manifest
-from fp8scope_trainer.checkpoint_check import RESTORED, check
+from fp8scope_trainer import checkpoint_folder, checksum, manifest
+from fp8scope_trainer.checkpoint_check import LOG, RESTORED, check
 from fp8scope_trainer.checkpoint_storage import Content, read, save_content
 from fp8scope_trainer.job import Names, describe
 from fp8scope_trainer.manifest import Job, Manifest
@@ -75,20 +75,24 @@ def save(
 
 
 def load(
-    folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None, *, changed: Collection[str] = ()
+    folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None, *,
+    changed: Collection[str] = (), verify: bool = True,
 ) -> Loaded:
     """Loads the newest checkpoint of `folder`, or the one that `folder` is, on any number of ranks.
 
     Call it on every rank, after `convert`, `shard` and making the optimizer, and before a probe is attached.
     changed: names of options that differ from the checkpoint's on purpose and stay as the job has them, of
     groups (`weight_decay`, `seed`, `lr`), or `order`, `precision`, `recipe`, `histories`.
+    verify: read every file once more before, and compare its checksum; the ranks share them.
     Raises `Invalid` with both sides of the first mismatch, before anything is loaded.
     """
     path = Path(on_first_rank(lambda: str(checkpoint_folder.find(folder))))
-    record = on_first_rank(lambda: _checked_files(path))
+    record = on_first_rank(lambda: manifest.read_checked(path))
     names = Names(model)
     own = on_all_ranks(lambda: describe(names, optimizer))
     on_all_ranks(lambda: check(record, own, changed))
+    if verify:
+        on_all_ranks(lambda: _check_checksums(path, record))
     reader = FileSystemReader(path)
     known = reader.read_metadata().state_dict_metadata
     content: Content = {"model": names.state} | _generators_to_load(record, known)
@@ -109,10 +113,11 @@ def load(
                   random_restored=_restore_random(content))
 
 
-def _checked_files(path: Path) -> Manifest:
-    record = manifest.read(path)
-    manifest.check_files(path, record)
-    return record
+def _check_checksums(path: Path, record: Manifest) -> None:
+    if not record.crc32 and _rank() == 0:
+        LOG.warning("fp8scope: the checkpoint of step %d has no checksums, an older fp8scope wrote it: "
+                    "damage inside a tensor would not be noticed", record.step)
+    checksum.check(path, record.crc32, name=f"check step {record.step}", rank=_rank(), ranks=_world_size())
 
 
 def _content(names: Names, optimizer: Optimizer | None, job: Job) -> Content:

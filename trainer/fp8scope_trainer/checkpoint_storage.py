@@ -16,8 +16,9 @@ from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer import checkpoint_folder, manifest
 from fp8scope_trainer.checkpoint_folder import NotSaved
 from fp8scope_trainer.checkpoint_progress import LoadPlanner, Meter, SavePlanner
+from fp8scope_trainer.checksum import SummedFiles
 from fp8scope_trainer.manifest import Manifest
-from fp8scope_trainer.rank_agreement import on_first_rank
+from fp8scope_trainer.rank_agreement import merged, on_first_rank
 
 Content = dict[str, Any]
 """Nested dictionaries with tensors, DTensors of one mesh among them, in their leaves."""
@@ -27,22 +28,25 @@ def save_content(root: Path, content: Content, record: Manifest) -> Path:
     """A checkpoint of `content` in the folder `root`, which is its newest from then on; on every rank."""
     partial = on_first_rank(lambda: checkpoint_folder.begin(root, record.step))
     try:
-        write(content, partial, name=f"save step {record.step}")
-        return on_first_rank(lambda: _finish(root, partial, record))
+        checksums = merged(write(content, partial, name=f"save step {record.step}"))
+        return on_first_rank(lambda: _finish(root, partial, replace(record, crc32=checksums)))
     except NotSaved as failed:
         on_first_rank(lambda: checkpoint_folder.give_up(root))
         raise NotSaved(f"the checkpoint of step {record.step} could not be written in {root}: {failed}; "
                        "those before it are untouched") from failed
 
 
-def write(content: Content, folder: Path, *, name: str) -> None:
-    """DCP's files in `folder`. `NotSaved` says why not."""
+def write(content: Content, folder: Path, *, name: str) -> dict[str, str]:
+    """DCP's files in `folder`; the checksums of those of this rank. `NotSaved` says why not."""
+    writer = FileSystemWriter(folder)
+    writer.fs = files = SummedFiles()
     try:
         with Meter(name) as meter, _quiet():
-            state_dict_saver.save(content, storage_writer=FileSystemWriter(folder),
+            state_dict_saver.save(content, storage_writer=writer,
                                   planner=SavePlanner(meter), no_dist=not dist.is_initialized())
     except CheckpointException as failed:
         raise NotSaved(_cause(failed)) from failed
+    return files.checksums
 
 
 def read(content: Content, reader: FileSystemReader, *, name: str) -> None:

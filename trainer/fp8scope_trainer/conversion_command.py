@@ -4,8 +4,8 @@ import sys
 from dataclasses import dataclass
 
 from fp8scope_protocol.command_line import Parser
+from fp8scope_trainer.state_block import FORMATS
 from fp8scope_trainer.state_conversion import KINDS, convert_states
-from fp8scope_trainer.state_format import FORMATS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,7 @@ times). The look-up in the embedding, norms and what is recomputed are not count
 
 from typing import TYPE_CHECKING
 
+from fp8scope_trainer.cut import linears_of
 from fp8scope_trainer.estimate import ModelSize, Weights
 
 if TYPE_CHECKING:
@@ -40,14 +41,13 @@ def size_of(config: "DecoderConfig") -> ModelSize:
     return ModelSize(
         weights=(
             Weights(rows=c.vocabulary, columns=c.width, count=2, exempt=True),
-            Weights(rows=attention + 2 * keys, columns=c.width, count=c.layers, linear=True),
-            Weights(rows=c.width, columns=attention, count=c.layers, linear=True),
-            Weights(rows=2 * c.hidden, columns=c.width, count=c.layers, linear=True),
-            Weights(rows=c.width, columns=c.hidden, count=c.layers, linear=True),
+            *(Weights(rows=rows, columns=columns, count=c.layers, linear=True)
+              for rows, columns in linears_of(c).values()),
             Weights(rows=1, columns=c.width, count=2 * c.layers + 1, exempt=True),
             *([Weights(rows=1, columns=c.head_width, count=2 * c.layers, exempt=True)] if c.qk_norm else []),
         ),
         layers=c.layers,
+        decoder=c,
         activation_bytes=(c.layers * per_layer + 2 * c.width,
                           c.layers * roots + 8 * c.vocabulary + 16 + 4),
         linear_input_elements=c.layers * (2 * c.width + attention + c.hidden),

@@ -4,7 +4,7 @@ With N parameters, R ranks that share a shard and states of s bytes a parameter,
 
 | stage  | fp32 weights | fp32 gradients      | states | gathered weights, from forward to backward |
 |--------|--------------|---------------------|--------|--------------------------------------------|
-| 0      | 4N           | 4N                  | sN     | cN (none in fp32)                          |
+| 0      | 4N           | 4N                  | sN     | cN                                         |
 | 1      | 4N/R         | 4N/R; 4N while micro-batches add up | sN/R | cN                           |
 | 2      | 4N/R         | 4N/R                | sN/R   | cN                                         |
 | 3      | 4N/R         | 4N/R                | sN/R   | two units of c bytes, while they compute   |
@@ -27,20 +27,23 @@ Not counted: the CUDA context, communication buffers, fragmentation, gradients o
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, prod
+from typing import TYPE_CHECKING
 
 from fp8scope_protocol.bounds import check_whole
 from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import TILE
-from fp8scope_trainer.stage import Stage, parse_stage
+from fp8scope_trainer.cut import check_cut, keeps_tiles, linears_of
+from fp8scope_trainer.stage import Stage, check_fp8_gather, parse_stage
+from fp8scope_trainer.state_block import SMALLEST_QUANTIZED, block_of
+
+if TYPE_CHECKING:
+    from fp8scope_trainer.decoder import DecoderConfig
 
 ACCOUNTINGS = ("fsdp2", "paper")
 PRECISIONS = ("fp8", "bf16", "fp32")
 MOMENTS = {"adamw": 2, "adam": 2, "sgd": 1, "lion": 1}
 """States of each optimizer that are as large as the parameter."""
 CODE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
-BLOCKS = {"int16": 1024, "fp8": TILE, "int8": 1024, "int4": 256}
-"""Elements of a row that share an fp32 scale, by default."""
-SMALLEST_QUANTIZED = 4096
 MOST_PARAMETERS = 10**15
 MOST_RANKS = 10**6
 
@@ -70,6 +73,8 @@ class ModelSize:
     weights: tuple[Weights, ...]
     layers: int = 1
     """Units that are gathered one at a time."""
+    decoder: "DecoderConfig | None" = None
+    """Whose size it is, if it is our decoder's: what it can be cut into is known."""
     activation_bytes: tuple[float, float] = (0.0, 0.0)
     """Kept for backward per token: elements in the compute precision, and bytes of all else."""
     linear_input_elements: float = 0.0
@@ -111,7 +116,7 @@ class Plan:
         for name in ("ranks", "tensor_parallel", "accumulate"):
             check_whole(name, getattr(self, name), least=1, most=MOST_RANKS)
         check_whole("tokens", self.tokens, most=MOST_PARAMETERS)
-        self._check_block()
+        block_of(self.states, self.block)
         if self.ranks % self.tensor_parallel:
             raise Invalid("tensor_parallel", self.tensor_parallel, f"must divide ranks = {self.ranks}")
         if (self.zero is Stage.HYBRID) != (self.shard_ranks is not None):
@@ -121,16 +126,12 @@ class Plan:
             if self.data_ranks % self.shard_ranks:
                 raise Invalid("shard_ranks", self.shard_ranks,
                               f"must divide the {self.data_ranks} ranks of a data-parallel group")
-        if self.fp8_gather and (self.precision != "fp8" or self.zero.keeps_parameters):
-            raise Invalid("fp8_gather", True, "needs precision fp8 and stage 3 or HYBRID_SHARD")
-
-    def _check_block(self) -> None:
-        if self.block is None:
-            return
-        if self.states not in BLOCKS:
-            raise Invalid("block", self.block,
-                          f"{self.states} has no scales; it goes with {', '.join(BLOCKS)}")
-        check_whole("block", self.block, least=32, most=65536)
+        if self.fp8_gather:
+            check_fp8_gather(self.zero, tensor=self.tensor_parallel > 1)
+            if self.precision != "fp8":
+                raise Invalid("fp8_gather", True, f"needs precision fp8, not {self.precision}")
+        if self.accounting == "paper" and self.precision != "bf16":
+            raise Invalid("accounting", "paper", f"counts a copy in bf16, not in {self.precision}")
 
     @property
     def zero(self) -> Stage:
@@ -197,8 +198,21 @@ def estimate(model: ModelSize, plan: Plan) -> Estimate:
         raise Invalid("tokens", plan.tokens, "activations are known of a preset only")
     if plan.accounting == "paper" and (plan.tokens or plan.fp8_gather):
         raise Invalid("accounting", "paper", "counts neither activations nor what is gathered; fsdp2 does")
+    _check_cut(model, plan)
     items = _paper(model, plan) if plan.accounting == "paper" else _fsdp2(model, plan)
     return Estimate(parameters=model.parameters, items=tuple(item for item in items if item.bytes_per_gpu))
+
+
+def _check_cut(model: ModelSize, plan: Plan) -> None:
+    """`Invalid` where the trainer could not share a layer over that many ranks, as far as is known."""
+    if plan.tensor_parallel == 1:
+        return
+    if plan.tokens:
+        raise Invalid("tokens", plan.tokens, "activations are known without tensor parallelism only")
+    if model.decoder is not None:
+        fp8 = {name: shape for name, shape in linears_of(model.decoder).items()
+               if plan.precision == "fp8" and all(keeps_tiles(size, 1) for size in shape)}
+        check_cut(model.decoder, plan.tensor_parallel, fp8)
 
 
 def states_bytes(model: ModelSize, plan: Plan) -> float:
@@ -213,11 +227,11 @@ def _fsdp2(model: ModelSize, plan: Plan) -> Iterator[Item]:
     adding = plan.zero is Stage.STATES and plan.accumulate > 1
     yield Item(name="gradients", bytes_per_gpu=4 * elements / (1 if adding else plan.shards),
                lives="backward to step", counted="fp32" + ", whole while micro-batches add up" * adding)
-    block = BLOCKS.get(plan.states) and (plan.block or BLOCKS[plan.states])
+    block = block_of(plan.states, plan.block)
     counted = f"{MOMENTS[plan.optimizer]} in {plan.states}" + (f", a scale per {block}" if block else "")
     yield Item(name="states", bytes_per_gpu=states_bytes(model, plan) / plan.shards, lives="always",
                counted=counted)
-    if plan.zero.keeps_parameters and (plan.zero is not Stage.REPLICATED or plan.precision != "fp32"):
+    if plan.zero.keeps_parameters:
         yield Item(name="gathered weights", bytes_per_gpu=gathered, lives="forward to backward",
                    counted=_gather_format(plan))
     elif not plan.zero.keeps_parameters:
@@ -252,8 +266,14 @@ def _linear(model: ModelSize, plan: Plan) -> float:
 
 
 def _gathered_bytes(model: ModelSize, plan: Plan, compute: float) -> float:
-    linear, each = _linear(model, plan), _code_bytes() if plan.fp8_gather else compute
-    return (_per_rank(model, plan) - linear) * compute + linear * each
+    coded = sum(one.elements for one in model.weights if _gathered_as_codes(one, model, plan))
+    return (_per_rank(model, plan) - coded) * compute + coded * _code_bytes()
+
+
+def _gathered_as_codes(one: Weights, model: ModelSize, plan: Plan) -> bool:
+    """As `fp8_gather` chooses; the linears of a model of unknown shapes are taken to be fit."""
+    return (plan.fp8_gather and one.linear and plan.shards > 1
+            and (model.decoder is None or keeps_tiles(one.rows, plan.shards)))
 
 
 def _gather_format(plan: Plan) -> str:
@@ -276,6 +296,6 @@ def _states_of(one: Weights, plan: Plan) -> float:
     elements = one.elements / (plan.tensor_parallel if one.linear else 1)
     small = one.rows * one.columns < SMALLEST_QUANTIZED
     states = "fp32" if one.exempt or small else plan.states
-    block = plan.block or BLOCKS.get(states)
-    scales = 0.0 if block is None or states not in BLOCKS else 4 * ceil(one.columns / block) / one.columns
+    block = block_of(states, plan.block if states == plan.states else None)
+    scales = 4 * ceil(one.columns / block) / one.columns if block else 0.0
     return MOMENTS[plan.optimizer] * elements * (CODE_BYTES[states] + scales)

@@ -10,7 +10,6 @@ from fp8scope_protocol.command_line import Parser
 from fp8scope_protocol.errors import Invalid, UnknownName
 from fp8scope_trainer.estimate import (
     ACCOUNTINGS,
-    BLOCKS,
     CODE_BYTES,
     MOMENTS,
     PRECISIONS,
@@ -20,6 +19,7 @@ from fp8scope_trainer.estimate import (
     any_model,
     estimate,
 )
+from fp8scope_trainer.state_block import BLOCKS
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -27,16 +27,13 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 def main(argv: list[str] | None = None) -> int:
     """Entry of `fp8scope estimate`; returns the exit code."""
     given = _parser().parse_args(sys.argv[1:] if argv is None else argv)
-    if (given.parameters is None) == (given.preset is None):
-        raise Invalid("--parameters", given.parameters, "must be given, or --preset, and not both")
-    model = _sized(given)
-    plan = Plan(
-        optimizer=given.optimizer, states=given.states, block=given.block, stage=given.stage,
-        ranks=given.ranks, shard_ranks=given.shard_ranks, tensor_parallel=given.tensor_parallel,
-        precision=given.precision, fp8_gather=given.fp8_gather, accumulate=given.accumulate,
-        tokens=given.tokens, accounting=given.accounting,
-    )
-    found = estimate(model, plan)
+    try:
+        model, plan = _sized(given), _plan(given)
+        found = estimate(model, plan)
+    except Invalid as wrong:
+        if wrong.field not in vars(given):
+            raise
+        raise Invalid(f"--{wrong.field.replace('_', '-')}", wrong.value, wrong.rule) from wrong
     print(json.dumps(document(found, plan)) if given.json else table(found, plan))
     return 0
 
@@ -66,8 +63,15 @@ def table(found: Estimate, plan: Plan) -> str:
 
 
 def _sized(given: Any) -> ModelSize:
+    if (given.parameters is None) == (given.preset is None):
+        raise Invalid("parameters", given.parameters, "must be given, or --preset, and not both")
     if given.preset is None:
-        return any_model(count_of(given.parameters), exempt=count_of(given.exempt), layers=given.layers)
+        exempt = 0 if given.exempt is None else count_of("exempt", given.exempt)
+        return any_model(count_of("parameters", given.parameters), exempt=exempt,
+                         layers=1 if given.layers is None else given.layers)
+    for option in ("exempt", "layers"):
+        if getattr(given, option) is not None:
+            raise Invalid(option, getattr(given, option), "goes with --parameters; a preset has its own")
     from fp8scope_trainer.decoder import SHAPES  # brings torch
     from fp8scope_trainer.decoder_size import size_of
 
@@ -76,11 +80,20 @@ def _sized(given: Any) -> ModelSize:
     return size_of(SHAPES[given.preset]())
 
 
-def count_of(text: str) -> int:
+def _plan(given: Any) -> Plan:
+    return Plan(
+        optimizer=given.optimizer, states=given.states, block=given.block, stage=given.stage,
+        ranks=given.ranks, shard_ranks=given.shard_ranks, tensor_parallel=given.tensor_parallel,
+        precision=given.precision, fp8_gather=given.fp8_gather, accumulate=given.accumulate,
+        tokens=given.tokens, accounting=given.accounting,
+    )
+
+
+def count_of(field: str, text: str) -> int:
     """7B, 350M, 1.3e9 or 12345: a number of parameters."""
     found = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,12})?(?:e[0-9]{1,2})?)([kmbt]?)", text.lower())
     if found is None or not (value := float(found[1]) * UNITS[found[2]]) < 1e18:
-        raise Invalid("parameters", text, "must be a number such as 7B, 350M, 1.3e9 or 12345")
+        raise Invalid(field, text, "must be a number such as 7B, 350M, 1.3e9 or 12345")
     return round(value)
 
 
@@ -88,13 +101,13 @@ def _parser() -> Parser:
     parser = Parser(prog="fp8scope estimate", description="Tell what of a GPU's memory a training job fills.")
     add = parser.add_argument
     add("--parameters", help="of the model: 7B, 350M, 1.3e9")
-    add("--exempt", default="0", help="of these, how many keep fp32 states: embedding, head, vectors (0)")
-    add("--layers", type=int, default=1, help="of the model, gathered one at a time in stage 3 (1)")
+    add("--exempt", help="of these, how many keep fp32 states: embedding, head, vectors (0)")
+    add("--layers", type=int, help="of the model, gathered one at a time in stage 3 (1)")
     add("--preset", help="a model of fp8scope train instead, with its exact shapes and activations")
     add("--optimizer", default="adamw", help=f"{', '.join(MOMENTS)} (adamw)")
     add("--states", default="fp32", help=f"format of its states: {', '.join(CODE_BYTES)} (fp32)")
     add("--block", type=int, help="elements that share a scale "
-        f"({', '.join(f'{name} {size}' for name, size in BLOCKS.items())})")
+        f"({', '.join(f'{name} {size}' for name, (_, _, size) in BLOCKS.items())})")
     add("--stage", default="2", help="of ZeRO, by number or by FSDP's name: 0, 1, 2, 3, HYBRID_SHARD (2)")
     add("--ranks", type=int, default=1, help="GPUs in all (1)")
     add("--shard-ranks", type=int, help="hybrid: GPUs that share one shard")

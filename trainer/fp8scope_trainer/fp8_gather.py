@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from fp8scope.quantize import Quantized, dequantize
-from fp8scope_protocol.formats import TILE
+from fp8scope_trainer.cut import keeps_tiles
 from fp8scope_trainer.linear import Fp8Linear
 from fp8scope_trainer.recipe import quantize_weight
 
@@ -98,14 +98,22 @@ class GatheredWeight(Tensor):
         return weight
 
     @property
-    def quantized(self) -> Quantized:
-        """The gathered codes and scales."""
+    def quantized(self) -> Quantized | None:
+        """The gathered codes and scales; None where the weight itself was gathered."""
+        if len(self.parts) == 1:
+            return None
         codes, scales = self.parts
         return Quantized(codes.view(torch.float8_e4m3fn), scales, "block 128x128")
 
+    @property
+    def exact(self) -> Tensor | None:
+        """The weight itself, if that was gathered."""
+        return self.parts[0] if len(self.parts) == 1 else None
+
     def values(self) -> Tensor:
         """The weight in its dtype; from codes what they stand for."""
-        return self.parts[0] if len(self.parts) == 1 else dequantize(self.quantized).to(self.dtype)
+        codes = self.quantized
+        return self.parts[0] if codes is None else dequantize(codes).to(self.dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -137,7 +145,7 @@ def gather_in_fp8(model: nn.Module) -> tuple[str, ...]:
             continue
         if getattr(info.module.recipe, "scaling", "block") != "block":
             continue  # one scale for the whole tensor is known to no rank alone
-        if parameter._orig_size[0] % (TILE * ranks) == 0:
+        if keeps_tiles(parameter._orig_size[0], ranks):
             held = parameter.sharded_param
             held._local_tensor = ShardedWeight.of(held._local_tensor, parameter)
             parameter._init_extensions()

@@ -16,7 +16,8 @@ from fp8scope_protocol.series import canonical_name, matching_names
 from fp8scope_trainer.convert import is_head
 from fp8scope_trainer.moments import MASTER, exception
 from fp8scope_trainer.rules import SGD, Rule
-from fp8scope_trainer.state_format import BLOCKS, StateFormat
+from fp8scope_trainer.state_block import BLOCKS
+from fp8scope_trainer.state_format import StateFormat
 
 Group = dict[str, Any]
 

@@ -91,7 +91,16 @@ class Fp8Linear(nn.Linear):
 
     def operands(self) -> dict[tuple[str, str], Told]:
         """What the observer is told of in FP8 and in shadow."""
-        return self.recipe.operands()
+        withheld = self.withheld()
+        return {key: told for key, told in self.recipe.operands().items() if key[0] not in withheld}
+
+    def withheld(self) -> dict[str, str]:
+        """What the observer is not told of in FP8, by role, and why."""
+        shard = getattr(self.weight, "_local_tensor", self.weight)  # to_local() would make it a plain tensor
+        if not hasattr(shard, "gathers_fp8"):  # see fp8_gather
+            return {}
+        return {"weight": "it is gathered as FP8 codes, and nothing else of it is there; nor is gemm_error "
+                          "of its layer"}
 
     @property
     def precision_reason(self) -> str:

@@ -78,6 +78,8 @@ class Manifest:
     job: Job
     files: dict[str, int] = field(default_factory=dict)
     """Bytes of each file."""
+    crc32: dict[str, str] = field(default_factory=dict)
+    """Of each file, in hexadecimal; empty in checkpoints that were written before there were checksums."""
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -115,14 +117,16 @@ def sizes(path: Path) -> dict[str, int]:
     return {one.name: one.stat().st_size for one in sorted(path.iterdir()) if one.name != MANIFEST}
 
 
-def check_files(path: Path, manifest: Manifest) -> None:
-    """`Invalid` if a file is missing or has another size: a copy that is not whole."""
+def read_checked(path: Path) -> Manifest:
+    """As `read`; `Invalid` if a file is missing or has another size: a copy that is not whole."""
+    manifest = read(path)
     found = sizes(path)
     for name, size in manifest.files.items():
         if found.get(name) != size:
             now = f"has {found[name]:,} bytes" if name in found else "is missing"
             raise Invalid("checkpoint", str(path),
                           f"its file {name} {now} and should have {size:,} bytes; copy it again")
+    return manifest
 
 
 def versions() -> dict[str, str]:

@@ -28,10 +28,8 @@ from torch import Tensor
 from fp8scope_trainer.place import Place, as_matrix, columns_of, cut_of, filled, local
 from fp8scope_trainer.rounding import hashed, key_of, lower, upper
 from fp8scope_trainer.rules import Moments, Rule, root_of
+from fp8scope_trainer.state_block import SMALLEST_QUANTIZED
 from fp8scope_trainer.state_format import Encoded, StateFormat
-
-SMALLEST_QUANTIZED = 4096
-"""Parameters with fewer elements, in all, keep fp32 moments: nothing to gain, much to lose."""
 
 MASTER = "master"
 

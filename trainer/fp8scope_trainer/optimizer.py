@@ -152,7 +152,7 @@ class StateOptimizer(Optimizer):
         self.grad_scale = None
 
     def format_of(self, parameter: Tensor) -> str:
-        """One of `state_format.FORMATS`: what the moments of `parameter` are stored in, or will be when they
+        """One of `state_block.FORMATS`: what the moments of `parameter` are stored in, or will be when they
         exist and its fp32 warm-up is over."""
         for _, group, known in self._parameters():
             if known is parameter:

@@ -13,12 +13,13 @@ from fp8scope_protocol.command_line import Parser
 from fp8scope_protocol.errors import Invalid, UnknownName
 from fp8scope_protocol.wire import check_run
 from fp8scope_trainer.checkpoint_folder import newest
+from fp8scope_trainer.cut import check_cut
 from fp8scope_trainer.decoder import Decoder, DecoderConfig, billion, demo, hundred_million
 from fp8scope_trainer.drill import DRILLS, FrozenAmax
 from fp8scope_trainer.recipes import RECIPES, Precision, TrainingRecipe, check_clip
 from fp8scope_trainer.stage import Stage, parse_stage
-from fp8scope_trainer.state_format import FORMATS, StateFormat
-from fp8scope_trainer.tensor_parallel import check_cut
+from fp8scope_trainer.state_block import FORMATS
+from fp8scope_trainer.state_format import StateFormat
 from fp8scope_trainer.token_file import DTYPES, TokenFile, open_tokens
 
 MOST_RANKS = 256
@@ -168,14 +169,10 @@ class TrainOptions:
         if self.shard_ranks is not None and self.data_ranks % self.shard_ranks:
             raise Invalid("--shard-ranks", self.shard_ranks,
                           f"must divide the {self.data_ranks} groups of ranks that share layers")
-        if self.recipe.states != "fp32":
-            raise Invalid("--states", self.recipe.states, "does not go with --tensor-parallel, which cuts "
-                          "columns where rounding needs whole rows; give --states fp32")
         if self.drill is not None:
             raise Invalid("--drill", DRILLS[0], "does not go with --tensor-parallel: a layer with an amax "
                                                 "history, which it freezes, cannot be cut")
-        with torch.device("meta"):
-            check_cut(Decoder(self.model), ranks)
+        check_cut(self.model, ranks, {})  # linears without whole tiles stay in BF16, see `train.build`
 
     def _check_fp8_gather(self) -> None:
         stage = parse_stage(self.stage or "2")

@@ -36,7 +36,8 @@ from fp8scope_trainer.curves_svg import curves_svg
 from fp8scope_trainer.data import Corpus, standard_library
 from fp8scope_trainer.decoder import DecoderConfig
 from fp8scope_trainer.paired import Curve, Numbers, Schedule, mean_and_half_width, trained
-from fp8scope_trainer.state_format import FORMATS, StateFormat
+from fp8scope_trainer.state_block import FORMATS
+from fp8scope_trainer.state_format import StateFormat
 
 REJECTED = 1
 """Exit code where the candidate does not pass."""

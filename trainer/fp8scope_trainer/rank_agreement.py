@@ -68,5 +68,14 @@ def on_all_ranks(work: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
+def merged(own: dict[str, T]) -> dict[str, T]:
+    """The entries of every rank; call it on every rank."""
+    if not _several():
+        return own
+    found: list[dict[str, T]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return {key: value for one in found for key, value in sorted(one.items())}
+
+
 def _several() -> bool:
     return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)

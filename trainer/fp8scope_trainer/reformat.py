@@ -9,7 +9,8 @@ from torch import Tensor
 from fp8scope_trainer.moments import MASTER, Draw, State, decode, is_exact, new_state, slots, store
 from fp8scope_trainer.place import columns_of, local
 from fp8scope_trainer.rules import Rule
-from fp8scope_trainer.state_format import BLOCKS, DTYPES, StateFormat
+from fp8scope_trainer.state_block import BLOCKS
+from fp8scope_trainer.state_format import DTYPES, StateFormat
 
 FP32 = StateFormat.of("fp32")
 

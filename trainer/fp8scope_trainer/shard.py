@@ -27,8 +27,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.fp8_gather import gather_in_fp8
-from fp8scope_trainer.mesh import Axes, axes
-from fp8scope_trainer.stage import Stage, parse_stage
+from fp8scope_trainer.mesh import axes
+from fp8scope_trainer.stage import Stage, check_fp8_gather, parse_stage
 from fp8scope_trainer.tensor_parallel import cut_layers
 
 
@@ -54,10 +54,10 @@ def shard(
     units = tuple(_units(model))
     _check(model, units)
     layout = axes(mesh, which, next(model.parameters()).device.type)
+    if fp8_gather:
+        check_fp8_gather(which, tensor=layout.tensor is not None)
     if layout.tensor is not None:
         cut_layers(model, layout.tensor)
-    if fp8_gather:
-        _check_fp8_gather(which, layout)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     free = not which.keeps_parameters
     for unit in (*units, model):
@@ -112,13 +112,6 @@ def _check(model: nn.Module, units: tuple[nn.Module, ...]) -> None:
                 raise Invalid("model", f"{first}, {path}",
                               "share a weight across units that are gathered apart, which would lose its "
                               "gradients; untie them, or keep both outside of module lists")
-
-
-def _check_fp8_gather(stage: Stage, layout: Axes) -> None:
-    if stage not in (Stage.PARAMETERS, Stage.HYBRID):
-        raise Invalid("fp8_gather", True, f"is for stage 3 and HYBRID_SHARD, not for {stage.value}")
-    if layout.tensor is not None:
-        raise Invalid("fp8_gather", True, "does not go with tensor parallelism; accepted with it: False")
 
 
 def _reshard_after_evaluation(model: nn.Module, args: object, output: object) -> None:

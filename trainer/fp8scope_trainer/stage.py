@@ -45,3 +45,11 @@ def parse_stage(stage: int | str | Stage) -> Stage:
     if name not in _NAMES:
         raise Invalid("stage", stage, f"must be one of {ACCEPTED}")
     return _NAMES[name]
+
+
+def check_fp8_gather(stage: Stage, *, tensor: bool) -> None:
+    """`Invalid` where weights cannot be gathered as codes; `tensor`: layers are cut over ranks, too."""
+    if stage.keeps_parameters:
+        raise Invalid("fp8_gather", True, f"is for stage 3 and HYBRID_SHARD, not for {stage.value}")
+    if tensor:
+        raise Invalid("fp8_gather", True, "does not go with tensor parallelism; accepted with it: False")

@@ -31,15 +31,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8scope.quantize import decode as decode_codes
-from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.formats import E4M3, SMALLEST_SCALE, TILE
 from fp8scope_trainer.rounding import round_bf16, round_e4m3, round_integer
-
-FORMATS = ("fp32", "bf16", "int16", "fp8", "int8", "int4")
-
-BLOCKS = {"int16": (256, 8192, 1024), "fp8": (TILE, TILE, TILE), "int8": (256, 8192, 1024),
-          "int4": (64, 1024, 256)}
-"""Smallest, largest and default block, in elements. The others have none."""
+from fp8scope_trainer.state_block import block_of
 
 LARGEST = {"int16": (32767, 32767), "fp8": (E4M3.largest, E4M3.largest), "int8": (127, 255), "int4": (7, 15)}
 """Largest code of m and of r."""
@@ -59,7 +53,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateFormat:
-    """One of `FORMATS` with its block; 0 where there are no blocks."""
+    """One of `state_block.FORMATS` with its block; 0 where there are no blocks."""
 
     name: str
     block: int
@@ -67,19 +61,7 @@ class StateFormat:
     @classmethod
     def of(cls, name: str, block: int | None = None) -> "StateFormat":
         """The format `name`; `block` None is its default. `Invalid` names what is accepted."""
-        if name not in FORMATS:
-            raise Invalid("states", name, f"must be one of {', '.join(FORMATS)}")
-        if name not in BLOCKS:
-            if block is not None:
-                raise Invalid("block", block, f"{name} states have no blocks; leave it out")
-            return cls(name=name, block=0)
-        low, high, default = BLOCKS[name]
-        if block is None:
-            return cls(name=name, block=default)
-        if not isinstance(block, int) or not low <= block <= high or block & (block - 1):
-            rule = f"{low}" if low == high else f"a power of two from {low} to {high}"
-            raise Invalid("block", block, f"of {name} states must be {rule}")
-        return cls(name=name, block=block)
+        return cls(name=name, block=block_of(name, block))
 
     @property
     def quantized(self) -> bool:

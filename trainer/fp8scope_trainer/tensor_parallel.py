@@ -15,7 +15,6 @@ Rejected: separate q, k and v weights (the input would be quantized three times)
 quantizers (no rule knows them, and their values are local anyway).
 """
 
-import math
 from typing import Any
 
 import torch
@@ -32,12 +31,10 @@ from torch.distributed.tensor.parallel import (
 
 from fp8scope.observer import Cut
 from fp8scope_protocol.errors import Invalid
-from fp8scope_protocol.formats import TILE
-from fp8scope_trainer.decoder import RUN, Decoder
+from fp8scope_trainer.cut import COLUMNWISE, ROWWISE, check_cut
+from fp8scope_trainer.decoder import Decoder
 from fp8scope_trainer.linear import Fp8Linear
 
-COLUMNWISE = ("attention.qkv", "mlp.gate_up")
-ROWWISE = ("attention.out", "mlp.down")
 PER_HEAD = ("attention.q_norm", "attention.k_norm")
 
 
@@ -49,7 +46,9 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     if not isinstance(model, Decoder):
         raise Invalid("model", type(model).__name__, "has no plan for tensor parallelism, only Decoder has; "
                       "cut it with torch's parallelize_module, and give shard a mesh without tensor")
-    check_cut(model, mesh.size())
+    check_cut(model.config, mesh.size(), {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules() if isinstance(module, Fp8Linear)})
     plan: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         if next(module.parameters(recurse=False), None) is not None:
@@ -129,30 +128,3 @@ def _style(name: str, module: nn.Module) -> ParallelStyle:
     if name.endswith(ROWWISE):
         return Local(1) if isinstance(module, Fp8Linear) else RowwiseParallel()
     return Whole()
-
-
-def check_cut(model: Decoder, ranks: int) -> None:
-    """`Invalid` unless every rank gets whole heads, whole runs of gate and up, and in FP8 whole tiles."""
-    config = model.config
-    least = ranks * math.gcd(RUN, config.hidden)
-    if config.kv_heads % ranks:
-        raise Invalid("kv_heads", config.kv_heads, f"must be a multiple of {ranks}, the ranks of a layer")
-    if config.hidden % least:
-        raise Invalid("hidden", config.hidden, f"must be a multiple of {least} for {ranks} ranks of a layer")
-    for name, module in model.named_modules():
-        if isinstance(module, Fp8Linear) and not has_whole_tiles(name, module, ranks):
-            cut = _cut_dimension(name)
-            assert cut is not None
-            raise Invalid(name, f"{module.weight.shape[cut]} {('rows', 'columns')[cut]}",
-                          f"cannot be cut for {ranks} ranks in FP8, which needs a multiple of {TILE} for "
-                          "each; a filter of convert() can leave the layer out")
-
-
-def has_whole_tiles(name: str, linear: nn.Linear, ranks: int) -> bool:
-    """Whether `ranks` can share the layer in FP8: the parts of its weight are multiples of 128."""
-    cut = _cut_dimension(name)
-    return cut is None or linear.weight.shape[cut] % (TILE * ranks) == 0
-
-
-def _cut_dimension(name: str) -> int | None:
-    return 0 if name.endswith(COLUMNWISE) else 1 if name.endswith(ROWWISE) else None

@@ -18,6 +18,7 @@ from fp8scope_protocol.errors import Fp8scopeError, Invalid
 from fp8scope_protocol.series import canonical_name
 from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.convert import Conversion, ConversionReport, convert
+from fp8scope_trainer.cut import has_whole_tiles
 from fp8scope_trainer.data import Corpus, Text, batch_at, standard_library, token_corpus
 from fp8scope_trainer.decoder import Decoder
 from fp8scope_trainer.decoder_size import flops_per_token
@@ -38,7 +39,6 @@ from fp8scope_trainer.processes import (
 from fp8scope_trainer.progress import Record, display, print_summary
 from fp8scope_trainer.saving import LOST, Checkpoints, reads_of
 from fp8scope_trainer.shard import micro_batch, shard
-from fp8scope_trainer.tensor_parallel import has_whole_tiles
 from fp8scope_trainer.throughput import device_peak, peak_memory_bytes
 
 Pair = tuple[Tensor, Tensor]
@@ -118,7 +118,8 @@ def build(options: TrainOptions, world: World) -> tuple[nn.Module, ConversionRep
     share = options.tensor_parallel
     report = convert(model, Conversion(recipe=options.recipe.linear, precision=options.precision,
                                        delayed=delayed),
-                     lambda name, linear: share == 1 or has_whole_tiles(name, linear, share))
+                     lambda name, linear: share == 1 or has_whole_tiles(
+                         name, (linear.out_features, linear.in_features), share))
     if options.drill:
         options.drill.check(model)
     if options.compile:

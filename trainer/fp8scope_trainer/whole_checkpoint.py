@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fp8scope_protocol.errors import Invalid
-from fp8scope_trainer import checkpoint_folder, manifest
+from fp8scope_trainer import checkpoint_folder, checksum, manifest
 from fp8scope_trainer.checkpoint_folder import NotSaved
 from fp8scope_trainer.checkpoint_storage import read, save_content, write
 from fp8scope_trainer.job import entry_of, stored_dtypes
@@ -61,8 +61,8 @@ def read_whole(path: Path) -> Whole:
     if (path / ".metadata").exists() and not checkpoint_folder.is_whole(path):
         return _of_torch(*_model_and_optimizer(_read_dcp(path), path), path)
     found = checkpoint_folder.find(path)
-    record = manifest.read(found)
-    manifest.check_files(found, record)
+    record = manifest.read_checked(found)
+    checksum.check(found, record.crc32, name=f"check {found.name}")
     content = _read_dcp(found)
     states = content.pop("optimizer", {}).get("state", {})
     return Whole(record=record, content=content, states=states)
