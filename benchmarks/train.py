@@ -18,7 +18,7 @@ when the device is through with it. tokens/s is from the median step, with the p
 twenty, every tenth of which is measured; memory is the most that torch had allocated; `estimate` is the
 estimator's figure for it; MFU is against the dense BF16 peak. A job that fails says why and does not stop the
 others; one that would begin after --limit-s seconds is left out and named. --profile writes for each job as
-JSON which 40 kernels take most of the device's time in two further steps, and how much of it all kernels take.
+JSON which 40 kernels take most of the device's time in two further steps, and how much all of them take.
 """
 
 import argparse

@@ -66,10 +66,10 @@ class GraphObserver(Protocol):
     def ends(self) -> None:
         """It is over."""
 
-    def keep(self, call: int, sample: WgradSample | None) -> None:
+    def keep(self, call: int, sample: "WgradSample | None") -> None:
         """The sample of a forward, for the backward pass that asks with the same number."""
 
-    def kept(self, call: int) -> WgradSample | None:
+    def kept(self, call: int) -> "WgradSample | None":
         """The sample of that forward."""
 
 
