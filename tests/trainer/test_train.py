@@ -272,7 +272,6 @@ def test_a_signal_ends_all_ranks_with_a_summary(ranks: int) -> None:
     (["--shard-ranks", "2"], "goes with stage HYBRID_SHARD"),
     (["--tensor-parallel", "0"], "--tensor-parallel = 0: must be a whole number from 1"),
     (["--tensor-parallel", "3"], "must divide the number of ranks, 2"),
-    (["--tensor-parallel", "2"], "--states = 'fp8': does not go with --tensor-parallel"),
     (["--tensor-parallel", "2", "--states", "fp32", "--drill", "frozen-amax"], "cannot be cut"),
     (["--tensor-parallel", "2", "--states", "fp32", "--stage", "HYBRID_SHARD", "--shard-ranks", "2"],
      "must divide the 1 groups"),
