@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from fp8scope.layers import parameter_places
 from fp8scope.rows import Rows
-from fp8scope.sample import MOST_OF_ONE
+from fp8scope.sample import MOST_KEPT, MOST_OF_ONE
 from fp8scope.sentinels import Sentinels
 from fp8scope.twins import Twins
 from fp8scope.updates import Samples, Updates
@@ -121,22 +121,22 @@ def test_a_parameter_in_fp32_keeps_a_kibibyte() -> None:
 
 
 def test_a_parameter_in_bf16_keeps_its_twins() -> None:
-    """8 bytes for each element of its sample, 128 KiB at most, and a kibibyte."""
+    """8 bytes for each element of their sample, 6 KiB at most, and rows of two series with room to grow."""
     few, many = (measured(matrices, 256, torch.bfloat16) for matrices in (4, 36))
     for kind in KINDS:
-        assert (many[kind][1] - few[kind][1]) / 32 <= 8 * MOST_OF_ONE + KIB
+        assert (many[kind][1] - few[kind][1]) / 32 <= 8 * MOST_KEPT + 1.5 * KIB
 
 
 def test_what_a_step_takes_is_a_few_bytes_an_element_of_the_sample() -> None:
-    """Until it is over. On a GPU the light step takes 2 of its 20 bytes for it, and 6 for the twins."""
+    """Until it is over. On a GPU the light step takes 2 of its 20 bytes for it."""
     found = measured(8, 256, torch.bfloat16)
-    for kind, most in {"off cadence": 8, "light": 20, "detailed": 30}.items():
+    for kind, most in {"off cadence": 0.5, "light": 20, "detailed": 20}.items():
         assert found[kind][0] <= 8 * most * MOST_OF_ONE
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2 * KIB), (torch.bfloat16, 12 * MOST_OF_ONE)])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2 * KIB), (torch.bfloat16, 4 * MOST_OF_ONE)])
 def test_a_light_step_takes_no_copies_on_a_gpu(dtype: torch.dtype, most: int) -> None:
     """By the allocator's own account, the optimizer's step included: moments and weights are read in place.
     BF16 has its weights before the step in copy, and the twins' gradients."""
