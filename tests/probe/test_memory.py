@@ -1,6 +1,7 @@
 """What the probe keeps, takes and launches for optimizers: bytes of tensors and operations, counted on the
 CPU."""
 
+import gc
 import weakref
 from collections import Counter
 from typing import Any
@@ -14,7 +15,10 @@ from torch.utils._pytree import tree_leaves
 from fp8scope.layers import parameter_places
 from fp8scope.rows import Rows
 from fp8scope.sample import MOST_KEPT, MOST_OF_ONE
+from fp8scope.scope import Scope
 from fp8scope.sentinels import Sentinels
+from fp8scope.sums import RowSums
+from fp8scope.testing import MemoryWorker
 from fp8scope.twins import Twins
 from fp8scope.updates import Samples, Updates
 from fp8scope.watch import Watch
@@ -132,6 +136,44 @@ def test_what_a_step_takes_is_a_few_bytes_an_element_of_the_sample() -> None:
     found = measured(8, 256, torch.bfloat16)
     for kind, most in {"off cadence": 0.5, "light": 20, "detailed": 20}.items():
         assert found[kind][0] <= 8 * most * MOST_OF_ONE
+
+
+def held(model: nn.Module, x: Tensor, *, probe: bool) -> tuple[dict[int, int], int]:
+    """Step -> bytes of all tensors when its forward is over, and the number of series; every second step is
+    detailed."""
+    optimizer, worker, found, series = torch.optim.AdamW(model.parameters()), MemoryWorker(), {}, 0
+    scope = Scope(model, (optimizer,), worker=worker, every=1, detail_every=2) if probe else None
+    for step in range(18):
+        loss = model(x).square().mean()
+        worker.records.clear()  # on the host
+        found[step] = live()
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+        series = scope.series if scope else 0
+    if scope is not None:
+        scope.close()
+    return found, series
+
+
+def live() -> int:
+    """Bytes of the storages of all tensors that Python knows."""
+    gc.collect()
+    storages = [x.untyped_storage() for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def test_what_is_held_while_activations_are_is_a_kibibyte_and_a_row_a_series() -> None:
+    """In detailed steps too, whichever layers have their turn; tables of rows have up to twice the room."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(*(nn.Linear(256, 256) for _ in range(16))).bfloat16() for _ in range(2)]
+    x = torch.randn(256, 256).bfloat16()
+    (bare, _), (found, series) = held(models[0], x, probe=False), held(models[1], x, probe=True)
+    extra = {step: found[step] - bare[step] for step in range(2, 18)}
+    row = sum(part.nbytes for part in RowSums.zeros("cpu"))
+    assert max(extra.values()) <= series * (KIB + 2 * row)
+    assert max(extra.values()) - min(extra.values()) <= 16 * KIB
 
 
 @pytest.mark.gpu
