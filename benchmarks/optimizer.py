@@ -15,17 +15,22 @@ launch left out alike. The least time of the thread in all rounds, in turns.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fp8scope_trainer import optimizer, step_table
 from fp8scope_trainer.adamw import AdamW
@@ -182,14 +187,42 @@ def small(rounds: int) -> dict[str, dict[str, float]]:
 def host(rounds: int) -> dict[str, dict[str, float]]:
     """By name: microseconds a parameter on the host, without the launches."""
     parameters = [nn.Parameter(torch.zeros(64, 64)) for _ in SMALL]
-    gradients = [[torch.zeros(64, 64) for _ in SMALL] for _ in range(2)]
-    theirs, ours = torch.optim.AdamW(parameters, fused=True), AdamW(parameters)
-    calls: dict[str, Callable[[], object]] = {
+    theirs, ours, uneven = torch.optim.AdamW(parameters, fused=True), AdamW(parameters), AdamW(parameters)
+    turn = itertools.count()
+
+    def missing() -> None:
+        parameters[next(turn) % 2].grad = None
+        uneven.step()
+
+    return _least({
         "torch fused, fp32": theirs.step, "ours, fp8": ours.step,
         "ours, fp32": AdamW(parameters, states="fp32").step,
+        "ours, fp8, another gradient missing each time": missing,
         "torch, clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
         "ours, clip_gradients": lambda: ours.clip_gradients(1.0),
-        "torch, zero_grad": theirs.zero_grad, "ours, zero_grad": ours.zero_grad}
+        "torch, zero_grad": theirs.zero_grad, "ours, zero_grad": ours.zero_grad,
+    }, parameters, [[torch.zeros(64, 64) for _ in SMALL] for _ in range(2)], rounds)
+
+
+def sharded(rounds: int) -> dict[str, dict[str, float]]:
+    """The same of 500 DTensors, on a mesh of one rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1,))
+        *gradients, weights = ([distribute_tensor(torch.zeros(64, 64), mesh, [Shard(0)]) for _ in range(500)]
+                               for _ in range(3))
+        parameters = [nn.Parameter(weight) for weight in weights]
+        ours = AdamW(parameters)
+        found = _least({"ours, fp8": ours.step,
+                        "torch, clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
+                        "ours, clip_gradients": lambda: ours.clip_gradients(1.0)},
+                       parameters, gradients, rounds)
+        dist.destroy_process_group()
+    return found
+
+
+def _least(calls: dict[str, Callable[[], object]], parameters: list[nn.Parameter],
+           gradients: Sequence[Sequence[Tensor]], rounds: int) -> dict[str, dict[str, float]]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     with (patch.object(torch, "_fused_adamw_", _nothing), patch.object(step_table, "_step", _nothing),
           patch.object(optimizer, "update_all", step_table.update_all)):
@@ -200,7 +233,7 @@ def host(rounds: int) -> dict[str, dict[str, float]]:
                 start = time.thread_time()
                 call()
                 times[name].append(time.thread_time() - start)
-    return {name: {"us a parameter": round(1e6 * min(found[2:]) / len(SMALL), 2)}
+    return {name: {"us a parameter": round(1e6 * min(found[2:]) / len(parameters), 2)}
             for name, found in times.items()}
 
 
@@ -218,7 +251,8 @@ def main() -> int:
     rounds = 5 if arguments.quick else 21
     if arguments.host:
         machine = f"{platform.machine()}, torch {torch.__version__}"
-        return told({"2,000 parameters, host": host(rounds)}, machine, json_too=arguments.json)
+        return told({"2,000 parameters, host": host(rounds), "500 DTensors, host": sharded(rounds)}, machine,
+                    json_too=arguments.json)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         print("optimizer: needs a CUDA device of compute capability 8.9", file=sys.stderr)
         return 2
