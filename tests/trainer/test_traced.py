@@ -8,23 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
-import torch.distributed as dist
 from tests.probe.test_compiled import assert_same
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8scope.scope import Scope
 from fp8scope.testing import MemoryWorker
 from fp8scope_protocol.commands import Precision
 from fp8scope_trainer.convert import Conversion, convert
-from fp8scope_trainer.fp8_gather import GatheredWeight
 from fp8scope_trainer.history import AmaxHistory, advance_histories
 from fp8scope_trainer.linear import Fp8Linear
-from fp8scope_trainer.recipe import Recipe, quantize_weight, recipe_of
-from fp8scope_trainer.shard import shard
+from fp8scope_trainer.recipe import Recipe, recipe_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated"),  # by Dynamo, of its own classes
@@ -263,6 +258,23 @@ def test_a_change_of_cadence_compiles_nothing() -> None:
     assert counter.frame_count == 2
 
 
+def test_a_probe_may_come_late_and_leave() -> None:
+    """Of layers that were compiled before it came it sees everything, and nothing is compiled again."""
+    model = network(Recipe())
+    counter = compiled(model)
+    wanted = step(model, tokens(3))
+    for _ in range(2):
+        worker = MemoryWorker()
+        with Scope(model, (), worker=worker, every=1) as scope:
+            assert_equal(step(model, tokens(3)), wanted)
+            scope.step(0)
+        assert not worker.record(0).events
+        assert {key[0] for key in worker.metrics(0) if key[1] == "gradient"} == {
+            f"{block}.{name}" for block in (0, 1) for name in ("q", "k", "v", "out")}
+    assert_equal(step(model, tokens(3)), wanted)
+    assert counter.frame_count == 1
+
+
 def test_a_switch_compiles_its_layer_once() -> None:
     """To BF16, to shadow, back to FP8: one more graph for the first, none for the others."""
     model, plain = (network(Recipe()) for _ in range(2))
@@ -318,67 +330,6 @@ def test_a_recipe_comes_back_from_its_text() -> None:
     """Every field."""
     for recipe in (*RECIPES.values(), Recipe(policy="delayed", history_length=7, margin=3)):
         assert recipe_of(recipe.text) == recipe
-
-
-class Sharded(nn.Module):
-    """Two blocks as FSDP takes them, compiled one by one."""
-
-    def __init__(self, recipe: Recipe, *, compile_it: bool) -> None:
-        super().__init__()
-        self.layers, self.last = nn.ModuleList(network(recipe)), nn.Linear(WIDTH, 4)
-        self.counter = counted()
-        if compile_it:
-            for layer in self.layers:
-                layer.compile(backend=self.counter, dynamic=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        y: Tensor = self.last(x)
-        return y
-
-
-@pytest.fixture
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_group")
-@pytest.mark.parametrize(("name", "stage"), [("block", 3), ("tensorwise, delayed", 2)])
-def test_sharded_models_have_the_bits_of_the_plain_one(name: str, stage: int) -> None:
-    """FSDP2 with fp32 masters that are gathered in BF16: one graph, no break."""
-    found: list[list[Tensor]] = []
-    torch._dynamo.utils.counters.clear()
-    for compile_it in (True, False):
-        torch.manual_seed(0)
-        model = Sharded(RECIPES[name], compile_it=compile_it)
-        shard(model, stage=stage, compute=torch.bfloat16)
-        results = []
-        for seed in range(2):
-            y = model(tokens(130, seed=seed).requires_grad_())
-            y.square().sum().backward()
-            gradients = [p.grad for p in model.parameters()]
-            results += [y.detach(), *(g.to_local().clone() for g in gradients if isinstance(g, DTensor))]
-            model.zero_grad()
-        found.append(results)
-        if compile_it:
-            assert model.counter.frame_count == 1
-            assert not torch._dynamo.utils.counters["graph_break"]
-    assert_equal(*found)
-
-
-def test_weights_gathered_as_codes_stay_out_of_the_graph() -> None:
-    """A break at the product, with its bits."""
-    layer = Fp8Linear(WIDTH, 256, bias=False)
-    q = quantize_weight(layer.weight.detach(), layer.recipe)
-    layer.weight = nn.Parameter(GatheredWeight.of((q.codes.view(torch.uint8), q.scales), torch.float32))
-    compiled_layer, x = torch.compile(layer, backend=counted()), tokens(5)
-    y, wanted = compiled_layer(x), layer(x)
-    assert torch.equal(y, wanted)
-    y.sum().backward()
-    assert layer.weight.grad is not None
 
 
 @pytest.mark.gpu
