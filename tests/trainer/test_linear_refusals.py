@@ -103,6 +103,7 @@ class Listed(nn.Module):
         self.one, self.two, self.three, self.four = (nn.Linear(128, 128) for _ in range(4))
         self.steps = [self.one, {"two": (self.two,)}]
         self.call = self.three.forward
+        self.steps.append(self.steps)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.four(self.call(self.steps[0](x)))  # type: ignore[operator]

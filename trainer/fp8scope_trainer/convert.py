@@ -1,8 +1,9 @@
 """Turns the linears of a model into FP8 linears and says, layer by layer, what became of each."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from types import MethodType
 
 import torch
 from torch import Tensor, nn
@@ -127,16 +128,24 @@ def _held_elsewhere(model: nn.Module) -> dict[int, str]:
     found: dict[int, str] = {}
     for owner, module in model.named_modules():
         for key, value in vars(module).items():
-            pending = [] if key in _OWN else [value]
-            while pending:
-                one = pending.pop()
-                if isinstance(one, list | tuple | set):
-                    pending += one
-                elif isinstance(one, dict):
-                    pending += one.values()
-                elif isinstance(one := getattr(one, "__self__", one), nn.Linear) and one is not module:
-                    found[id(one)] = f"{owner}.{key}".lstrip(".")
+            if key not in _OWN:
+                for linear in _linears_in(value):
+                    found[id(linear)] = f"{owner}.{key}".lstrip(".")
     return found
+
+
+def _linears_in(value: object) -> Iterator[nn.Linear]:
+    """In nested lists, tuples, sets and dicts, which may hold themselves."""
+    seen, pending = set[int](), [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, MethodType):
+            one = one.__self__
+        if isinstance(one, nn.Linear):
+            yield one
+        elif isinstance(one, list | tuple | set | dict) and id(one) not in seen:
+            seen.add(id(one))
+            pending += one.values() if isinstance(one, dict) else one
 
 
 def _reason(

@@ -19,6 +19,7 @@ from typing import Any, Protocol, Self, get_args
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8scope.compiled import Key
 from fp8scope.observer import LinearObserver, Told
@@ -210,8 +211,9 @@ def _outside_of_graphs(layer: Fp8Linear, input: Tensor, x: Tensor, weight: Tenso
 
 
 def _key_of(layer: Fp8Linear) -> Tensor:
-    """On the CPU, wherever the layer is and goes: only its address is read."""
-    return Key(layer, torch.device("cpu")).tensor
+    """On the CPU, wherever the layer is and goes: only its address is read, so it is never a fake one."""
+    with _disable_current_modes():
+        return Key(layer, torch.device("cpu")).tensor
 
 
 class _Product(torch.autograd.Function):
