@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.ranks import run_ranks
 from torch import nn
 
 from fp8scope.spool import adopt
@@ -72,16 +74,29 @@ def test_recipes_set_what_goes_together_and_options_beside_them_win() -> None:
     assert (own.lr, own.precision) == (0.1, "bf16")
 
 
+def launched(rank: int, said: Path, port: int, arguments: list[str]) -> None:
+    """One of two ranks, as a launcher starts them; the first one's summary goes to `said`."""
+    os.environ |= ENVIRONMENT | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with (said if rank == 0 else Path(os.devnull)).open("w") as file:
+        os.dup2(file.fileno(), 1)
+    main(["--no-probe", "--json", "--ranks", "2", *arguments])
+
+
 @pytest.mark.parametrize("stage", ["1", "2"])
 def test_micro_batches_add_up_to_the_batch_that_they_are_parts_of(
-    stage: str, capsys: pytest.CaptureFixture[str]
+    stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In BF16 one process with four sequences, with two times two, and two ranks with two times one read the
     same and lose the same, within 1e-4."""
     arguments = ["--steps", "3", "--precision", "bf16", "--states", "fp32"]
     whole = here(capsys, *arguments, "--batch", "4")
     parts = here(capsys, *arguments, "--batch", "2", "--accumulate", "2")
-    ranks = summary(*arguments, "--batch", "1", "--accumulate", "2", "--ranks", "2", "--stage", stage)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    own = [*arguments, "--batch", "1", "--accumulate", "2", "--stage", stage]
+    run_ranks(launched, tmp_path / "said", port, own, ranks=2)
+    ranks = json.loads((tmp_path / "said").read_text().splitlines()[-1])
     assert whole["tokens_per_step"] == parts["tokens_per_step"] == ranks["tokens_per_step"]
     assert parts["losses"] == pytest.approx(whole["losses"], abs=1e-4)
     assert ranks["losses"] == pytest.approx(whole["losses"], abs=1e-4)

@@ -55,6 +55,12 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return _run(4, tmp_path_factory.mktemp("four"))
 
 
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """What each of eight processes found."""
+    return _run(8, tmp_path_factory.mktemp("eight"))
+
+
 @pytest.fixture(params=["two", "four"])
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     found: Ranks = request.getfixturevalue(request.param)
@@ -104,6 +110,30 @@ def test_stages_train_as_one_process_with_tensor_parallelism(
     Two ranks in all, at stage 3, too."""
     _agree(four, f"{stage} cut", alone["cut"])
     _agree(two, "3 cut", alone["cut"])
+
+
+@pytest.mark.parametrize("stage", ["3", "Hybrid_Shard"])
+def test_replicas_of_shards_of_cut_layers_train_as_one_process(
+    eight: Ranks, alone: dict[str, dict[str, Any]], stage: str
+) -> None:
+    """Eight ranks, two for each layer, two micro-batches: losses and weights within 1e-5 on two replicas of
+    two shards and on four shards. Cut layers add nothing to what is sent but their activations."""
+    _agree(eight, f"{stage} cut", alone["cut"])
+    found = eight[0][f"{stage} cut"]
+    assert found["sent"].keys() == {"all_gather", "reduce_scatter", "all_reduce"}
+    whole = sum(p.numel() for p in found["parameters"].values())
+    shared = sum(p.numel() for name, p in found["parameters"].items()
+                 if name.endswith(("qkv.weight", "out.weight", "gate_up.weight", "down.weight")))
+    mine = whole - shared / 2  # of the linears a rank has half
+    shards = 4 if stage == "3" else 2
+    held = {"parameters": 4 * mine / shards, "gradients": 4 * mine / shards, "states": 8 * mine / shards}
+    assert found["held"] == pytest.approx(held, rel=0.03)
+    theory = expected_traffic(stage, gathered_bytes=4 * mine, reduced_bytes=4 * mine, shard=shards,
+                              replicate=4 // shards, accumulate=2)
+    for kind in ("all_gather", "reduce_scatter"):
+        assert found["sent"][kind] == pytest.approx(theory[kind], rel=0.05)
+    activations = 2 * 4 * 2 * 16 * 128 * 4  # two blocks, four sums each over a pair, of two sequences
+    assert found["sent"]["all_reduce"] == pytest.approx(theory.get("all_reduce", 0) + activations, rel=0.05)
 
 
 def test_a_cut_layer_runs_in_fp8(ranks: Ranks, alone: dict[str, dict[str, Any]]) -> None:
