@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -66,6 +67,22 @@ def test_every_option_is_listed(page: str, parser: object) -> None:
     text = (DOCS / page).read_text()
     given = {option for action in parser._actions for option in action.option_strings}  # type: ignore[attr-defined]
     assert {option for option in given - {"-h", "--help"} if option not in text} == set()
+
+
+@pytest.mark.parametrize("line", sorted({line for page in PAGES for line in re.findall(
+    r"^    fp8scope (\S+ .+)$", page.read_text(), re.MULTILINE)}))
+def test_every_command_line_can_be_given(line: str) -> None:
+    """As it stands: the command knows its options and takes their values."""
+    command, *rest = line.split()
+    module = options if command == "train" else import_module(COMMANDS[command][0])
+    assert module._parser().parse_args(rest)
+
+
+def test_what_a_page_runs_is_there() -> None:
+    """Tests, benchmarks and examples that a page names by their path."""
+    for page in PAGES:
+        for path in re.findall(r"\b((?:tests|benchmarks|examples)/[\w/]+\.py)\b", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
 def test_every_command_has_a_page() -> None:

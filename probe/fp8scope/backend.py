@@ -50,7 +50,7 @@ def quantize_tiles(
             packed = pack_kernel.quantize_tiles(x, element, power_of_two=power_of_two)
             if packed is not None:
                 return packed
-        if scales is None and tile_kernel.fits(x, element, "tile 1x128"):
+        elif scales is None and out is not None and tile_kernel.fits(x, element, "tile 1x128"):
             return tile_kernel.quantize_tiles(x, element, power_of_two=power_of_two, out=out)
         q = quantize_kernel.quantize_tiles(x, element, scales=scales, power_of_two=power_of_two)
     else:

@@ -106,7 +106,7 @@ def _batch_tile_kernel(table_ptr: tl.tensor, tensor_ptr: tl.tensor, ints_ptr: tl
     pairs = tl.multiple_of((tl.load(entry + 3) // 2).to(tl.int32), 16)
     here = program - tl.load(entry + 4).to(tl.int32)
     measure_tiles(x_ptr, ints_ptr, ints_ptr, ints_ptr, reals_ptr, here, base + program, slots, rows, tiles,
-                  pairs, slabs, slabs, LARGEST, SUBNORMAL, BAD, MANTISSA, NORMAL, CODE, POWER_OF_TWO, True,
+                  pairs, slabs, slabs, LARGEST, SUBNORMAL, BAD, MANTISSA, NORMAL, CODE, POWER_OF_TWO,
                   False, ASM, BLOCK, ROWS, LANES, VECTOR)
 
 
@@ -281,9 +281,9 @@ def _there(table: Tensor, device: torch.device) -> Tensor:
 def constants_of(kind: Kind, *, histogram: bool, compiled: bool, packed: bool) -> dict[str, Any]:
     """The kernel's constants. packed: the device can compare two bf16 at once."""
     if kind.light:
-        found = tile_kernel.constants_of(kind.element, kind.scaling, kind.power_of_two, summed=True,
-                                         coded=False, flagged=False, compiled=compiled)
-        return {name: value for name, value in found.items() if name not in ("SUMS", "CODES", "FLAGGED")}
+        found = tile_kernel.constants_of(kind.element, kind.scaling, kind.power_of_two, coded=False,
+                                         flagged=False, compiled=compiled)
+        return {name: value for name, value in found.items() if name not in ("CODES", "FLAGGED")}
     return {
         "TYPE": TYPES[kind.dtype], **roundtrip_kernel.format_constants(kind.element),
         "BLOCK": kind.scaling == "block 128x128", "POWER_OF_TWO": kind.power_of_two, "HISTOGRAM": histogram,

@@ -18,7 +18,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._compiled: dict[Any, Any] = {}
+        self._bound: dict[Any, BoundLauncher] = {}
 
     def __call__(
         self, programs: int, *args: Tensor | int | float, constants: dict[str, Any], **options: int
@@ -27,27 +27,11 @@ class Launcher:
 
         options: num_warps, maxnreg, enable_fp_fusion.
         """
-        first = args[0]
-        assert isinstance(first, Tensor)
-        if isinstance(self._kernel, InterpretedFunction):
-            self._kernel[(programs,)](*args, **constants)
-        elif first.device.index == torch.cuda.current_device():
-            self._launch(programs, args, constants, options)
-        else:
-            with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
-                self._launch(programs, args, constants, options)
-
-    def _launch(
-        self, programs: int, args: tuple[Tensor | int | float, ...], constants: dict[str, Any],
-        options: dict[str, int],
-    ) -> None:
-        values = tuple(constants[name] for name in self._kernel.arg_names[len(args):])
-        key = (torch.cuda.current_device(), values, *options.values(), *_specialized(args))
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._kernel.warmup(*args, grid=(programs,), **constants, **options)
-            self._compiled[key] = compiled
-        compiled[(programs, 1, 1)](*args, *values)
+        values = tuple(map(constants.__getitem__, self._kernel.arg_names[len(args):]))
+        bound = self._bound.get((values, *options.values()))
+        if bound is None:
+            bound = self._bound[values, *options.values()] = self.bound(constants, **options)
+        bound(programs, *args)
 
     def bound(self, constants: dict[str, Any], **options: int) -> "BoundLauncher":
         """This kernel with these constants; options as in a call."""
@@ -65,7 +49,7 @@ class BoundLauncher:
         self._interpreted = isinstance(kernel, InterpretedFunction)
         self._compiled: dict[Any, Any] = {}
 
-    def __call__(self, programs: int, *args: Tensor | int) -> None:
+    def __call__(self, programs: int, *args: Tensor | int | float) -> None:
         """As `Launcher`."""
         first = args[0]
         assert isinstance(first, Tensor)
@@ -77,7 +61,7 @@ class BoundLauncher:
             with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
                 self._launch(programs, args)
 
-    def _launch(self, programs: int, args: tuple[Tensor | int, ...]) -> None:
+    def _launch(self, programs: int, args: tuple[Tensor | int | float, ...]) -> None:
         device = torch.cuda.current_device()
         key = (device, *_specialized(args))
         compiled = self._compiled.get(key)

@@ -98,9 +98,9 @@ def measure_tiles(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor,
                   reals_ptr: tl.tensor, program: tl.tensor, slot: tl.tensor, slots: tl.tensor, R: tl.tensor,
                   tiles: tl.tensor, stride: tl.tensor, slabs: tl.tensor, nothing: tl.tensor,
                   LARGEST: tl.constexpr, SUBNORMAL: tl.constexpr, BAD: tl.constexpr, MANTISSA: tl.constexpr,
-                  NORMAL: tl.constexpr, CODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SUMS: tl.constexpr,
-                  CODES: tl.constexpr, ASM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-                  LANES: tl.constexpr, VECTOR: tl.constexpr) -> None:
+                  NORMAL: tl.constexpr, CODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, CODES: tl.constexpr,
+                  ASM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+                  VECTOR: tl.constexpr) -> None:
     """What one `program` of those of x [R, 128 tiles] does, `stride` pairs from row to row; its sums go to
     column `slot` of partial results with `slots` columns.
 
@@ -205,67 +205,65 @@ def measure_tiles(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor,
 
         if CODES:
             tl.store(scales_ptr + tile * R + rows, scale)
-        if SUMS:
-            weight = (scale.to(tl.float64) * carry.to(tl.float64))[:, None]
-            square = weight * weight
-            tile_x2 = t2.to(tl.float64) * square
-            x1 += t1.to(tl.float64) * weight
-            x4 += t4.to(tl.float64) * (square * square)
-            tile_e2, tile_xe = g2.to(tl.float64) * square, gx.to(tl.float64) * square
-            excess = tl.sum(g2 - BAD * t2, axis=1)
-            if BLOCK:
-                excess = tl.zeros_like(excess) + tl.sum(excess, axis=0)
-            n_bad += (((excess > 0.0) | (whole == 0)) & first_of_group).to(tl.int32)
-            bits = tl.where(first_of_group, log2(scale, ASM), 0.0)
-            if rare:
-                n_zero_codes += tl.where(whole, TILE - n_codes, 0)
-                uncoded_x2 += tl.where(whole[:, None], 0.0, tile_x2)
-                tile_x2 = tl.where(whole[:, None], tile_x2, 0.0)
-                tile_e2 = tl.where(whole[:, None], tile_e2, 0.0)
-                tile_xe = tl.where(whole[:, None], tile_xe, 0.0)
-                bits = tl.where(whole & (amax_bits > 0), bits, 0.0)
-            x2 += tile_x2
-            e2 += tile_e2
-            xe += tile_xe
-            wide = bits.to(tl.float64)
-            spread1 += wide
-            spread2 += wide * wide
+        weight = (scale.to(tl.float64) * carry.to(tl.float64))[:, None]
+        square = weight * weight
+        tile_x2 = t2.to(tl.float64) * square
+        x1 += t1.to(tl.float64) * weight
+        x4 += t4.to(tl.float64) * (square * square)
+        tile_e2, tile_xe = g2.to(tl.float64) * square, gx.to(tl.float64) * square
+        excess = tl.sum(g2 - BAD * t2, axis=1)
+        if BLOCK:
+            excess = tl.zeros_like(excess) + tl.sum(excess, axis=0)
+        n_bad += (((excess > 0.0) | (whole == 0)) & first_of_group).to(tl.int32)
+        bits = tl.where(first_of_group, log2(scale, ASM), 0.0)
+        if rare:
+            n_zero_codes += tl.where(whole, TILE - n_codes, 0)
+            uncoded_x2 += tl.where(whole[:, None], 0.0, tile_x2)
+            tile_x2 = tl.where(whole[:, None], tile_x2, 0.0)
+            tile_e2 = tl.where(whole[:, None], tile_e2, 0.0)
+            tile_xe = tl.where(whole[:, None], tile_xe, 0.0)
+            bits = tl.where(whole & (amax_bits > 0), bits, 0.0)
+        x2 += tile_x2
+        e2 += tile_e2
+        xe += tile_xe
+        wide = bits.to(tl.float64)
+        spread1 += wide
+        spread2 += wide * wide
 
-    if SUMS:
-        slot, slots = slot.to(tl.int64), slots.to(tl.int64)
-        elements = here * (ROWS * TILE)
-        zeros, nan, inf = tl.sum(n_zeros, axis=0), tl.sum(n_nan, axis=0), tl.sum(n_inf, axis=0)
-        zero_codes, uncoded = tl.sum(n_zero_codes, axis=0), tl.sum(n_uncoded, axis=0)
-        zero_blocks = tl.sum(n_zero_blocks, axis=0)
-        ints_ptr += slot
-        tl.store(ints_ptr, elements - zeros - nan - inf)
-        tl.store(ints_ptr + slots, nan)
-        tl.store(ints_ptr + slots * 2, inf)
-        tl.store(ints_ptr + slots * 3, elements - uncoded)
-        tl.store(ints_ptr + slots * 4, zero_codes)
-        tl.store(ints_ptr + slots * 5, zero_codes - tl.sum(n_zeros_coded, axis=0))
-        tl.store(ints_ptr + slots * 6, 0)
-        blocks = here * (ROWS // GROUP)
-        tl.store(ints_ptr + slots * 7, blocks)
-        tl.store(ints_ptr + slots * 8, zero_blocks)
-        tl.store(ints_ptr + slots * 9, blocks - zero_blocks - uncoded // (GROUP * TILE))
-        tl.store(ints_ptr + slots * 10, tl.sum(n_bad, axis=0))
-        reals_ptr += slot
-        coded_x2 = tl.sum(tl.sum(x2, axis=1), axis=0)
-        tl.store(reals_ptr, coded_x2 + tl.sum(tl.sum(uncoded_x2, axis=1), axis=0))
-        tl.store(reals_ptr + slots, tl.sum(tl.sum(x1, axis=1), axis=0))
-        tl.store(reals_ptr + slots * 2, tl.sum(tl.sum(x4, axis=1), axis=0))
-        tl.store(reals_ptr + slots * 3, coded_x2)
-        tl.store(reals_ptr + slots * 4, tl.sum(tl.sum(e2, axis=1), axis=0))
-        tl.store(reals_ptr + slots * 5, tl.sum(tl.sum(xe, axis=1), axis=0))
-        tl.store(reals_ptr + slots * 6, tl.sum(spread1, axis=0))
-        tl.store(reals_ptr + slots * 7, tl.sum(spread2, axis=0))
-        low, high = tl.min(lowest, axis=0), tl.max(highest, axis=0)
-        scaled = low < INFINITY
-        amax = tl.max(largest, axis=0).to(tl.float32, bitcast=True)
-        tl.store(reals_ptr + slots * 8, tl.where(elements > nan + inf, amax, NOT_MEASURED))
-        tl.store(reals_ptr + slots * 9, -tl.min(smallest, axis=0).to(tl.float32, bitcast=True))
-        low, high = scale_of(low, LARGEST, POWER_OF_TWO), scale_of(high, LARGEST, POWER_OF_TWO)
-        tl.store(reals_ptr + slots * 10, tl.where(scaled, -low, NOT_MEASURED))
-        tl.store(reals_ptr + slots * 11, tl.where(scaled, high, NOT_MEASURED))
-        tl.store(reals_ptr + slots * 12, NOT_MEASURED)
+    slot, slots = slot.to(tl.int64), slots.to(tl.int64)
+    elements = here * (ROWS * TILE)
+    zeros, nan, inf = tl.sum(n_zeros, axis=0), tl.sum(n_nan, axis=0), tl.sum(n_inf, axis=0)
+    zero_codes, uncoded = tl.sum(n_zero_codes, axis=0), tl.sum(n_uncoded, axis=0)
+    zero_blocks = tl.sum(n_zero_blocks, axis=0)
+    ints_ptr += slot
+    tl.store(ints_ptr, elements - zeros - nan - inf)
+    tl.store(ints_ptr + slots, nan)
+    tl.store(ints_ptr + slots * 2, inf)
+    tl.store(ints_ptr + slots * 3, elements - uncoded)
+    tl.store(ints_ptr + slots * 4, zero_codes)
+    tl.store(ints_ptr + slots * 5, zero_codes - tl.sum(n_zeros_coded, axis=0))
+    tl.store(ints_ptr + slots * 6, 0)
+    blocks = here * (ROWS // GROUP)
+    tl.store(ints_ptr + slots * 7, blocks)
+    tl.store(ints_ptr + slots * 8, zero_blocks)
+    tl.store(ints_ptr + slots * 9, blocks - zero_blocks - uncoded // (GROUP * TILE))
+    tl.store(ints_ptr + slots * 10, tl.sum(n_bad, axis=0))
+    reals_ptr += slot
+    coded_x2 = tl.sum(tl.sum(x2, axis=1), axis=0)
+    tl.store(reals_ptr, coded_x2 + tl.sum(tl.sum(uncoded_x2, axis=1), axis=0))
+    tl.store(reals_ptr + slots, tl.sum(tl.sum(x1, axis=1), axis=0))
+    tl.store(reals_ptr + slots * 2, tl.sum(tl.sum(x4, axis=1), axis=0))
+    tl.store(reals_ptr + slots * 3, coded_x2)
+    tl.store(reals_ptr + slots * 4, tl.sum(tl.sum(e2, axis=1), axis=0))
+    tl.store(reals_ptr + slots * 5, tl.sum(tl.sum(xe, axis=1), axis=0))
+    tl.store(reals_ptr + slots * 6, tl.sum(spread1, axis=0))
+    tl.store(reals_ptr + slots * 7, tl.sum(spread2, axis=0))
+    low, high = tl.min(lowest, axis=0), tl.max(highest, axis=0)
+    scaled = low < INFINITY
+    amax = tl.max(largest, axis=0).to(tl.float32, bitcast=True)
+    tl.store(reals_ptr + slots * 8, tl.where(elements > nan + inf, amax, NOT_MEASURED))
+    tl.store(reals_ptr + slots * 9, -tl.min(smallest, axis=0).to(tl.float32, bitcast=True))
+    low, high = scale_of(low, LARGEST, POWER_OF_TWO), scale_of(high, LARGEST, POWER_OF_TWO)
+    tl.store(reals_ptr + slots * 10, tl.where(scaled, -low, NOT_MEASURED))
+    tl.store(reals_ptr + slots * 11, tl.where(scaled, high, NOT_MEASURED))
+    tl.store(reals_ptr + slots * 12, NOT_MEASURED)

@@ -1,8 +1,8 @@
-"""Tiles of row-major bf16 from one read: their round trip, codes, or both; of blocks the round trip.
+"""Tiles of row-major bf16 from one read: their round trip, alone or with codes; of blocks the round trip.
 
-The twin of `roundtrip.round_trip` for what training measures most, and of `quantize.quantize_tiles`, which
-can add the round trip of what it quantizes. What does not `fits` goes to `roundtrip_kernel` and
-`quantize_kernel`.
+The twin of `roundtrip.round_trip` for what training measures most, and of `quantize.quantize_tiles` where the
+round trip of what it quantizes is asked for, too; codes alone come from `pack_kernel`. What does not `fits`
+goes to `roundtrip_kernel` and `quantize_kernel`.
 
 How it works. A program is one warp. It walks down `slabs` slabs of [16, 128]: two threads a tile, 64
 elements each, held in 32 registers as pairs (`pair_kernel`), so x is read once. For [128,128] blocks eight
@@ -36,9 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8scope.launch_kernel import Launcher
-from fp8scope.pair_kernel import (
-    packs,
-)
+from fp8scope.pair_kernel import packs
 from fp8scope.partials_kernel import Partials
 from fp8scope.quantize import DTYPES, Quantized
 from fp8scope.quantize_kernel import CODE_TYPES
@@ -65,7 +63,7 @@ def _tile_kernel(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, 
                  reals_ptr: tl.tensor, flag_ptr: tl.tensor, R: tl.tensor, tiles: tl.tensor, stride: tl.tensor,
                  slabs: tl.tensor, nothing: tl.tensor,
                  LARGEST: tl.constexpr, SUBNORMAL: tl.constexpr, BAD: tl.constexpr, MANTISSA: tl.constexpr,
-                 NORMAL: tl.constexpr, CODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SUMS: tl.constexpr,
+                 NORMAL: tl.constexpr, CODE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
                  CODES: tl.constexpr, FLAGGED: tl.constexpr, ASM: tl.constexpr, BLOCK: tl.constexpr,
                  ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr) -> None:
     if FLAGGED:  # noqa: SIM102
@@ -74,7 +72,7 @@ def _tile_kernel(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, 
     program = tl.program_id(0)
     measure_tiles(x_ptr, codes_ptr, scales_ptr, ints_ptr, reals_ptr, program, program, tl.num_programs(0), R,
                   tiles, stride, slabs, nothing, LARGEST, SUBNORMAL, BAD, MANTISSA, NORMAL, CODE,
-                  POWER_OF_TWO, SUMS, CODES, ASM, BLOCK, ROWS, LANES, VECTOR)
+                  POWER_OF_TWO, CODES, ASM, BLOCK, ROWS, LANES, VECTOR)
 
 
 def fits(x: Tensor, element: Format, scaling: str) -> bool:
@@ -97,8 +95,8 @@ def round_trip(
 ) -> RowSums:
     """`roundtrip.round_trip` of current scales but for the histogram, of what `fits`; flag: see `backend`."""
     row = RowSums.zeros(x.device) if out is None else out
-    constants = constants_of(element, scaling, power_of_two, summed=True, coded=False,
-                             flagged=flag is not None, compiled=x.is_cuda)
+    constants = constants_of(element, scaling, power_of_two, coded=False, flagged=flag is not None,
+                             compiled=x.is_cuda)
     programs, *sizes = _cut(x, constants["ROWS"], coded=False)
     partials = Partials(x, programs, histogram=False)
     when = partials.ints if flag is None else flag
@@ -109,19 +107,18 @@ def round_trip(
 
 
 def quantize_tiles(
-    x: Tensor, element: Format, *, power_of_two: bool = False, out: RowSums | None = None
+    x: Tensor, element: Format, *, power_of_two: bool = False, out: RowSums
 ) -> Quantized:
     """`quantize.quantize_tiles` for what `fits`; its round trip is added to `out`, but for the histogram."""
     codes = x.new_empty(x.shape, dtype=DTYPES[element.name])
     scales = x.new_empty((x.shape[1] // TILE_EDGE, x.shape[0]), dtype=torch.float32).t()
-    constants = constants_of(element, "tile 1x128", power_of_two, summed=out is not None, coded=True,
-                             flagged=False, compiled=x.is_cuda)
+    constants = constants_of(element, "tile 1x128", power_of_two, coded=True, flagged=False,
+                             compiled=x.is_cuda)
     programs, *sizes = _cut(x, constants["ROWS"], coded=True)
-    partials = Partials(x, 0 if out is None else programs, histogram=False)
+    partials = Partials(x, programs, histogram=False)
     _launch(programs, x, codes.view(torch.uint8), scales, partials.ints, partials.reals, partials.ints,
             *sizes, 0, constants=constants, num_warps=1)
-    if out is not None:
-        partials.merge_into(out, x)
+    partials.merge_into(out, x)
     return Quantized(codes, scales, "tile 1x128")
 
 
@@ -151,8 +148,7 @@ def _slabs(steps: int, tiles: int, resident: int) -> int:
 
 @functools.lru_cache(64)
 def constants_of(
-    element: Format, scaling: str, power_of_two: bool, *, summed: bool, coded: bool, flagged: bool,
-    compiled: bool,
+    element: Format, scaling: str, power_of_two: bool, *, coded: bool, flagged: bool, compiled: bool
 ) -> dict[str, Any]:
     """The kernel's constants."""
     layout = _CODED if coded else _BLOCKS if scaling == "block 128x128" else _TILES
@@ -160,7 +156,7 @@ def constants_of(
         "LARGEST": element.largest, "SUBNORMAL": element.smallest_subnormal,
         "BAD": bad_block_error(element, parse_scaling(scaling)), "MANTISSA": element.mantissa_bits,
         "NORMAL": 127 + int(math.log2(element.smallest_normal)), "CODE": CODE_TYPES[element.name],
-        "POWER_OF_TWO": power_of_two, "SUMS": summed, "CODES": coded, "FLAGGED": flagged, "ASM": compiled,
+        "POWER_OF_TWO": power_of_two, "CODES": coded, "FLAGGED": flagged, "ASM": compiled,
         **layout,
     }
 

@@ -3,12 +3,7 @@
 One child process runs every case in Triton's interpreter; on a GPU the same cases run as compiled code.
 """
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +19,6 @@ from fp8scope.sample import BLOCK, draw
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 SHAPES = ((7,), (), (128, 128), (130, 67), (700, 300), (2048, 1024), (64,), (33, 4096))
-CHILD = "from tests.probe.test_change_kernel import tell; tell()"
 
 CASES: dict[str, dict[str, Any]] = {
     "bf16 weights and moments": {},
@@ -96,19 +90,9 @@ def compare(device: str, case: dict[str, Any]) -> list[str]:
     return found
 
 
-def tell() -> None:
-    """In the child process: every case on the CPU."""
-    print(json.dumps({name: compare("cpu", case) for name, case in CASES.items()}))
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, list[str]]:
-    """Case -> differences in Triton's interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD], check=True, capture_output=True, text=True,
-        timeout=290, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2])
-    found: dict[str, list[str]] = json.loads(done.stdout)
-    return found
+def tell() -> dict[str, list[str]]:
+    """Every case on the CPU; `interpreted` calls it in a process of its own."""
+    return {name: compare("cpu", case) for name, case in CASES.items()}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -146,6 +146,11 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         load(path, filled(0, rows=512), verify=False)
     data.write_bytes(whole)
     assert loaded(path, rows=512) == (1, [1])
+    records = (path / ".metadata").read_bytes()
+    (path / ".metadata").write_bytes(b"X" * len(records))
+    with pytest.raises(Invalid, match=r"has a \.metadata that cannot be read: .*copy it again"):
+        load(path, filled(0, rows=512), verify=False)
+    (path / ".metadata").write_bytes(records)
     manifest = json.loads((path / MANIFEST).read_text())
     (path / MANIFEST).write_text(json.dumps(manifest | {"layout": 2}))
     with pytest.raises(Invalid, match="has layout 2, of a newer fp8scope"):

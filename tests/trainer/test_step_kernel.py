@@ -1,11 +1,6 @@
 """The fused step against plain torch: in Triton's interpreter, and as compiled code on a GPU."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +14,6 @@ from fp8scope_trainer.step import ROW, StepTensors, update
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-CHILD = "from tests.trainer.test_step_kernel import tell; tell()"
 RULES = {"adamw": ADAMW, "adam": ADAM, "sgd": SGD, "nesterov": SGD, "lion": LION}
 
 
@@ -190,19 +184,9 @@ def rows_differ(ours: list[float], rows: Tensor) -> list[str]:
             if abs(a - b) > 1e-5 * abs(b)]
 
 
-def tell() -> None:
-    """In the child process: every case on the CPU."""
-    print(json.dumps({name: run(case, "cpu") for name, case in CASES.items()}))
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, list[str]]:
-    """Case -> differences in Triton's interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD], check=True, capture_output=True, text=True,
-        timeout=290, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=Path(__file__).parents[2])
-    found: dict[str, list[str]] = json.loads(done.stdout)
-    return found
+def tell() -> dict[str, list[str]]:
+    """Every case on the CPU; `interpreted` calls it in a process of its own."""
+    return {name: run(case, "cpu") for name, case in CASES.items()}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer import checkpoint_folder, checksum, manifest
 from fp8scope_trainer.checkpoint_check import LOG, RESTORED, check
-from fp8scope_trainer.checkpoint_storage import Content, read, save_content
+from fp8scope_trainer.checkpoint_storage import Content, read, records, save_content
 from fp8scope_trainer.job import Names, describe
 from fp8scope_trainer.manifest import Job, Manifest
 from fp8scope_trainer.place import filled
@@ -94,7 +94,7 @@ def load(
     if verify:
         on_all_ranks(lambda: _check_checksums(path, record))
     reader = FileSystemReader(path)
-    known = reader.read_metadata().state_dict_metadata
+    known = on_all_ranks(lambda: records(reader)).state_dict_metadata
     content: Content = {"model": names.state} | _generators_to_load(record, known)
     if "histories" not in changed:
         content["histories"] = _history_tensors(names)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer import checkpoint_folder, manifest
@@ -58,6 +59,16 @@ def read(content: Content, reader: FileSystemReader, *, name: str) -> None:
     except CheckpointException as failed:
         raise Invalid("checkpoint", str(reader.checkpoint_id),
                       f"is damaged, and what was loaded of it must not be used: {_cause(failed)}") from failed
+
+
+def records(reader: FileSystemReader) -> Metadata:
+    """DCP's own records of a checkpoint; `Invalid` if they cannot be read."""
+    try:
+        return reader.read_metadata()
+    except Exception as error:  # of many kinds, by what is wrong with the pickle
+        raise Invalid("checkpoint", str(reader.checkpoint_id),
+                      f"has a .metadata that cannot be read: {type(error).__name__}: {error}; copy it again, "
+                      "or load an older checkpoint") from error
 
 
 def _finish(root: Path, partial: Path, record: Manifest) -> Path:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer import checkpoint_folder, checksum, manifest
 from fp8scope_trainer.checkpoint_folder import NotSaved
-from fp8scope_trainer.checkpoint_storage import read, save_content, write
+from fp8scope_trainer.checkpoint_storage import read, records, save_content, write
 from fp8scope_trainer.job import entry_of, stored_dtypes
 from fp8scope_trainer.manifest import Job, Manifest, Optimized, plain
 
@@ -116,7 +116,7 @@ def write_torch(whole: Whole, path: Path) -> Path:
 def _read_dcp(path: Path) -> dict[str, Any]:
     """All entries, nested as they were saved."""
     reader = FileSystemReader(path)
-    known = reader.read_metadata()
+    known = records(reader)
     if not isinstance(known.planner_data, Mapping):
         raise Invalid("checkpoint", str(path), "was not written by torch.distributed.checkpoint.save")
     nested: dict[str, Any] = {}
