@@ -32,6 +32,7 @@ from fp8scope_trainer.history import AmaxHistory, advance_histories
 from fp8scope_trainer.linear import Fp8Linear
 from fp8scope_trainer.lion import Lion
 from fp8scope_trainer.optimizer import StateOptimizer
+from fp8scope_trainer.processes import leave
 from fp8scope_trainer.sgd import SGD
 from fp8scope_trainer.shard import shard
 
@@ -205,3 +206,4 @@ def main(rank: int, ranks: int, store: str, plan: str) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    leave(0)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.convert import Conversion, convert
 from fp8scope_trainer.decoder import Decoder, DecoderConfig
+from fp8scope_trainer.processes import leave
 from fp8scope_trainer.shard import shard
 from fp8scope_trainer.state_block import FORMATS
 
@@ -80,3 +81,4 @@ def main(rank: int, ranks: int, store: str, output: str) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    leave(0)
