@@ -39,7 +39,16 @@ def load(name: str) -> Any:
     return json.loads(path.read_text()) if path.exists() else []
 
 
+def noted() -> set[tuple[str, str, int]]:
+    """The batches whose line is in the journal. One that was written when the peer was killed before its line
+    was is stored once more, as by a collector whose transaction did not end."""
+    path = FOLDER / "journal"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {(one["attempt"], one["producer"], one["seq"]) for one in lines if one.get("status") == 200}
+
+
 SCRIPT: list[dict[str, Any]] = load("script.json")
+STORED = noted()
 
 
 class Peer(BaseHTTPRequestHandler):
@@ -147,11 +156,12 @@ class Peer(BaseHTTPRequestHandler):
 
     def store(self, batch: Batch, together: int) -> bool:
         header = batch.header
-        path = FOLDER / f"{header.attempt}-{header.producer}-{header.seq}"
-        duplicate = path.exists()
-        path.write_bytes(encode_batch(batch))
-        self.note(seq=header.seq, status=200, duplicate=duplicate, attempt=header.attempt, together=together,
-                  lost=header.lost)
+        key = header.attempt, header.producer, header.seq
+        (FOLDER / "-".join(map(str, key))).write_bytes(encode_batch(batch))
+        duplicate = key in STORED
+        self.note(seq=header.seq, status=200, duplicate=duplicate, attempt=header.attempt,
+                  producer=header.producer, together=together, lost=header.lost)
+        STORED.add(key)
         self.judge(batch)
         return duplicate
 

@@ -18,7 +18,7 @@ WORLD = 2
 class Stubborn(nn.Linear):
     """Takes no hooks."""
 
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no hooks here")
 
 

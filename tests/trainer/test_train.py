@@ -223,7 +223,8 @@ def test_mfu_is_shown_where_a_peak_is_given(capsys: pytest.CaptureFixture[str]) 
     found = here(capsys, "--steps", "2", "--peak-tflops", "0.001")
     # 6 for each of the 983,040 + 32,768 weights that multiply, and for 4 layers x 128 tokens x 256
     flops = 6 * (983_040 + 32_768 + 4 * 128 * 256)
-    assert found["mfu"] == pytest.approx(found["tokens_per_second"] * flops / 1e9, rel=1e-3)
+    share = found["tokens_per_second"] * flops / 1e9  # with one decimal, and few on a busy core
+    assert found["mfu"] == pytest.approx(share, rel=0.06 / found["tokens_per_second"], abs=6e-5)
     assert found["peak_memory_bytes"] is None
 
 
