@@ -32,7 +32,10 @@ class RootHook(Inert):
     recomputation."""
 
     def __init__(self, forward_begins: Callable[[], None], watch: Watch) -> None:
-        self.forward_begins = forward_begins
+        # Dynamo gives a frame up for good once it has found nothing in it to compile, as in evaluation. This
+        # hook then runs as it is written, and what it calls must not be compiled piece by piece.
+        self.forward_begins: Callable[[], None] = torch.compiler.disable(
+            forward_begins)  # type: ignore[no-untyped-call]
         self.watch = watch
         self.key = Key(self, watch.rows.device)
 

@@ -180,6 +180,26 @@ def test_p6_a_change_of_cadence_compiles_nothing(way: str) -> None:
     assert counter.frame_count <= without.frame_count
 
 
+def test_evaluation_between_steps_breaks_no_graph(recwarn: pytest.WarningsRecorder) -> None:
+    """Under `inference_mode`, where Dynamo finds nothing to compile in the probe's hook on the model and
+    gives its frame up: what the hook calls later is not traced in pieces. Numbers are the plain run's."""
+    def evaluating(model: nn.Module) -> Call:
+        def call(x: Tensor) -> Any:
+            model.eval()
+            with torch.inference_mode():
+                model(x)
+            return model.train()(x)
+        return call
+
+    torch._dynamo.utils.counters.clear()
+    model, other = network(), network()
+    model.compile(backend="aot_eager")
+    found = train(model, evaluating(model), steps=4)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert not [one for one in recwarn if "Dynamo" in str(one.message)]
+    assert_same(found, train(other, evaluating(other), steps=4))
+
+
 def test_a_model_may_be_compiled_before_the_probe_comes_and_go_on_after_it_left() -> None:
     """Attached before the first call it is measured; after `detach` it trains on; a second probe may come."""
     counter, model = counted(), network()

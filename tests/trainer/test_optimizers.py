@@ -1,5 +1,6 @@
 """The four rules in six formats: against torch's own, and to rest on a quadratic."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -161,3 +162,47 @@ def test_settings_are_checked() -> None:
     ):
         with pytest.raises(Invalid, match=field):
             make()
+
+
+def clipped_sgd() -> tuple[nn.Parameter, SGD]:
+    """A gradient of norm 64 in steps of lr 1, clipped to 1: the step moves the weight by 1."""
+    weight = nn.Parameter(torch.zeros(64, 64))
+    weight.grad = torch.ones(64, 64)
+    optimizer = SGD([weight], lr=1.0, momentum=0.0, states="fp32")
+    assert optimizer.clip_gradients(1.0) == 64.0
+    return weight, optimizer
+
+
+def test_a_refused_step_keeps_the_clip() -> None:
+    """What was wrong is put right, and the step is clipped as it would have been."""
+    weight, optimizer = clipped_sgd()
+    optimizer.param_groups[0]["states"] = "fp5"
+    with pytest.raises(Invalid, match="states"):
+        optimizer.step()
+    optimizer.param_groups[0]["states"] = "fp32"
+    optimizer.step()
+    assert weight.norm().item() == pytest.approx(1.0)
+
+
+def test_a_copy_keeps_the_clip() -> None:
+    """One made between `clip_gradients` and `step` steps as its original does, and clips once."""
+    weight, optimizer = clipped_sgd()
+    twin = copy.deepcopy(optimizer)
+    (other,) = twin.param_groups[0]["params"]
+    other.grad = torch.ones(64, 64)  # torch copies parameters without theirs
+    optimizer.step()
+    twin.step()
+    assert torch.equal(other, weight)
+    twin.step()
+    assert (other - weight).norm().item() == pytest.approx(64.0)
+
+
+def test_a_clip_goes_with_its_gradients() -> None:
+    """Also where `model.zero_grad` took them, which tells no optimizer; a scale set by hand stays."""
+    weight, optimizer = clipped_sgd()
+    weight.grad = torch.ones(64, 64)
+    optimizer.step()
+    assert weight.norm().item() == pytest.approx(64.0)
+    weight.grad, optimizer.grad_scale = torch.ones(64, 64), torch.tensor(64.0)
+    optimizer.step()
+    assert weight.norm().item() == pytest.approx(65.0)

@@ -21,7 +21,7 @@ from fp8scope_protocol.errors import Invalid
 from fp8scope_protocol.series import decode_layout
 from fp8scope_protocol.wire import decode_hello
 from fp8scope_trainer.adamw import AdamW
-from fp8scope_trainer.checkpoint_folder import newest
+from fp8scope_trainer.checkpoint_folder import PARTIAL, newest
 from fp8scope_trainer.options import Saving, parse
 from fp8scope_trainer.progress import Record
 from fp8scope_trainer.saving import Checkpoints
@@ -136,15 +136,22 @@ def test_nothing_left_to_train_is_said(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_job_that_cannot_save_says_so_trains_on_and_does_not_end_well(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first failed save is told at once, all steps are made, and the exit code is 1."""
+    """The first failed save is told at once, all steps are made, and the exit code is 1. A folder in which
+    nothing can be written is refused before the first step."""
     (tmp_path / "file").write_text("in the way")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / PARTIAL).write_text("in the way")
     arguments = ["--no-probe", "--json", "--batch", "1", "--steps", "2", "--save-every", "1"]
-    assert main([*arguments, "--checkpoint", str(tmp_path / "file" / "saved")]) == 1
+    assert main([*arguments, "--checkpoint", str(tmp_path / "saved")]) == 1
     told = capsys.readouterr()
     assert json.loads(told.out.splitlines()[-1])["steps"] == 2
     first, last = (line for line in told.err.splitlines() if line.startswith("fp8scope train: no checkpoint"))
     assert "Not a directory; training goes on" in first
     assert last.endswith("the job ends with exit code 1")
+    assert main([*arguments, "--checkpoint", str(tmp_path / "file" / "saved")]) == 2
+    told = capsys.readouterr()
+    assert "cannot be written in: Not a directory" in told.err
+    assert "step" not in told.err
     assert main([*arguments, "--checkpoint", str(tmp_path / "file")]) == 2
     assert "is a file; name a folder" in capsys.readouterr().err
 

@@ -119,7 +119,8 @@ def _same_names(field: str, what: str, saved: Collection[str], own: Collection[s
     if lacking or beyond:
         parts = [f"{side} lacks {_few(names)}" for side, names in
                  (("the checkpoint", lacking), (f"this {field}", beyond)) if names]
-        raise Invalid(field, f"{len(own)} {what}", f"{'; '.join(parts)}; {AS_SAVED}")
+        cut = ", cut for as many ranks: what ranks cannot share stays out of FP8" if "FP8" in what else ""
+        raise Invalid(field, f"{len(own)} {what}", f"{'; '.join(parts)}; {AS_SAVED}{cut}")
 
 
 def _few(names: list[str]) -> str:

@@ -15,6 +15,7 @@ checkpoint, which no system does for folders that hold files.
 import os
 import shutil
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from fp8scope_protocol.errors import Fp8scopeError, Invalid
 
@@ -26,6 +27,17 @@ CONVERT = "fp8scope convert-checkpoint FROM TO"
 
 class NotSaved(Fp8scopeError):
     """A checkpoint could not be written. Those before it are as they were."""
+
+
+def check_writable(folder: Path) -> None:
+    """`Invalid` unless files can be written in `folder`, which is made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            file.write(b"0")
+    except OSError as error:
+        raise Invalid("checkpoint folder", str(folder),
+                      f"cannot be written in: {error.strerror}; name another folder") from error
 
 
 def begin(folder: Path, step: int) -> Path:

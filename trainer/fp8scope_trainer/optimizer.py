@@ -10,6 +10,7 @@ the next step brings the states into what is asked for, from the moments as they
 not convert: there a difference is more likely a mistake.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -90,16 +91,22 @@ class StateOptimizer(Optimizer):
     """What every gradient is divided by in the next step, a tensor of one element; see `clip_gradients`."""
     _spent: Tensor | None = None
     """The `grad_scale` that the last step has used."""
+    _clipped: tuple[Tensor, weakref.ref[Tensor]] | None
+    """The `grad_scale` of the last `clip_gradients`, and the first gradient that it has looked at."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._begin()
         super().__init__(params, defaults | {"rule": self.rule.name})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Copies and pickles hold groups and states; they are observed by nobody."""
+        """Copies and pickles hold groups, states and a clip to come; they are observed by nobody."""
         super().__setstate__(state)
         if "observer" not in self.__dict__:
             self._begin()
+            self.grad_scale, self._spent = state.get("grad_scale"), state.get("_spent")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"grad_scale": self.grad_scale, "_spent": self._spent}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; refuses options that would be ignored or cannot work."""
@@ -118,7 +125,8 @@ class StateOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        factor, plan = self._gradient_factor(), self._begun()
+        plan = self._begun()
+        factor = self._gradient_factor()
         elements, rows = 0, []
         for call in plan.calls:
             by = scalars(call.rule, call.group, call.step)
@@ -144,6 +152,7 @@ class StateOptimizer(Optimizer):
         gradients = [grad for p in parameters_of(self.param_groups) if (grad := p.grad) is not None]
         norm = total_norm(gradients)
         self.grad_scale = (norm / max_norm).clamp(min=1.0)
+        self._clipped = (self.grad_scale, weakref.ref(gradients[0])) if gradients else None
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -213,7 +222,7 @@ class StateOptimizer(Optimizer):
         self._forget()
 
     def _begin(self) -> None:
-        self.observer, self.step_stats, self.grad_scale = None, None, None
+        self.observer, self.step_stats, self.grad_scale, self._clipped = None, None, None, None
         self._forget()
 
     def _forget(self) -> None:
@@ -223,9 +232,16 @@ class StateOptimizer(Optimizer):
         self._plan: Plan | None = None
 
     def _gradient_factor(self) -> Tensor | None:
-        """1 / grad_scale, if that is not one that an earlier step has used."""
+        """1 / grad_scale, if that is not one that an earlier step has used, and not one of gradients that
+        are gone: `model.zero_grad` says nothing to an optimizer."""
         scale, spent, self._spent = self.grad_scale, self._spent, self.grad_scale
-        return None if scale is None or scale is spent else scale.float().reciprocal()
+        if scale is None or scale is spent:
+            return None
+        if self._clipped is not None and self._clipped[0] is scale:
+            first = next((p.grad for p in parameters_of(self.param_groups) if p.grad is not None), None)
+            if self._clipped[1]() is not first:
+                return None
+        return scale.float().reciprocal()
 
     def _parameters(self) -> Iterator[tuple[int, dict[str, Any], Tensor]]:
         """(number, group, parameter) of all."""

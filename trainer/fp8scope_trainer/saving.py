@@ -7,15 +7,17 @@ windows again and miss some; it is refused. Other ranks with the same number of 
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.checkpoint import load, save
-from fp8scope_trainer.checkpoint_folder import NotSaved, newest
+from fp8scope_trainer.checkpoint_folder import NotSaved, check_writable, newest
 from fp8scope_trainer.optimizer import StateOptimizer
 from fp8scope_trainer.options import Saving, TrainOptions
+from fp8scope_trainer.rank_agreement import on_first_rank
 
 LOST = 1
 """Exit code of a job whose last checkpoint could not be saved."""
@@ -37,9 +39,13 @@ class Checkpoints:
     def first_step(self) -> int:
         """Loads the newest checkpoint if that was asked for and there is one; the number of the next step.
 
-        Call it on every rank, before a probe is attached.
+        `Invalid` if none could be written. Call it on every rank, before a probe is attached.
         """
-        if self.saving is None or not self.saving.resume or newest(self.saving.folder) is None:
+        if self.saving is None:
+            return 0
+        folder = Path(self.saving.folder)
+        on_first_rank(lambda: check_writable(folder))
+        if not self.saving.resume or newest(folder) is None:
             return 0
         at = load(self.saving.folder, self.model, self.optimizer)
         for name, value in self.reads.items():
