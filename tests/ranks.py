@@ -48,7 +48,8 @@ def run_ranks(function: Callable[..., object], *args: Any, ranks: int, patience:
             for process in processes:
                 process.kill()
                 process.join()
-        assert codes == [0] * ranks, "\n".join(path.read_text() for path in said if path.exists())
+        told = "\n".join(path.read_text() for path in said if path.exists())
+        assert codes == [0] * ranks, f"exit codes {codes}, None: still alive after {patience} s\n{told}"
 
 
 def run_job(file: Path, *arguments: object, ranks: int, strict: bool = False) -> None:
