@@ -10,6 +10,7 @@ import uvicorn
 
 from fp8scope_protocol.errors import Fp8scopeError, Invalid
 from fp8scope_server.app import create_app
+from fp8scope_server.interrupt import interrupt
 from fp8scope_server.settings import ServerSettings
 
 
@@ -17,7 +18,7 @@ def main() -> int:
     """Serve as the environment says. 0 after a clean stop, 2 when it cannot start."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+        signal.signal(number, interrupt)  # uvicorn, when it runs, ends requests first and sends it again
     try:
         settings = ServerSettings.from_environment()
         with _listen(settings) as listener:
@@ -28,12 +29,6 @@ def main() -> int:
     except KeyboardInterrupt:
         pass
     return 0
-
-
-def _interrupt(*_: object) -> None:
-    """Unwind through every `with`, wherever the process is; uvicorn, when it runs, ends requests first
-    and then sends itself the signal again."""
-    raise KeyboardInterrupt
 
 
 async def _serve(settings: ServerSettings, listener: socket.socket) -> None:

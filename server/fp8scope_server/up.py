@@ -19,6 +19,7 @@ from fp8scope_protocol.access import data_home, ensure_token, token_path
 from fp8scope_protocol.command_line import Parser
 from fp8scope_protocol.errors import Fp8scopeError, Invalid
 from fp8scope_server.children import Child, check_running
+from fp8scope_server.interrupt import interrupt
 
 START_SECONDS = 120.0
 """Longest wait for a service: a first start creates a database cluster, a start after a crash replays one."""
@@ -86,7 +87,7 @@ def raise_on_terminate() -> None:
     A shell starts a background job with SIGINT ignored, and Python then leaves it so.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, interrupt)
 
 
 def add_ports(parser: argparse.ArgumentParser) -> None:
