@@ -137,8 +137,6 @@ def expected_memory(case: Case, config: DecoderConfig) -> dict[str, dict[str, fl
     found = estimate(size_of(config), plan)
     weights, gradients, states = (found.of(name) for name in ("weights", "gradients", "states"))
     kept = found.of("gathered weights") if plan.zero.keeps_parameters else 0.0
-    if case.stage == 0:
-        kept = 4.0 * found.parameters  # FSDP2 computes with a copy there, too
     return {
         "held_theory": {"parameters": weights, "gradients": gradients, "states": states},
         "allocated_theory": {"between": weights + gradients + states + kept,

@@ -153,7 +153,7 @@ def test_a_signal_that_comes_while_a_child_is_started_is_not_lost(tmp_path: Path
 import os, signal, sys
 from pathlib import Path
 from fp8scope_server.children import Child
-from fp8scope_server.up import raise_on_terminate
+from fp8scope_server.interrupt import raise_on_terminate
 raise_on_terminate()
 os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
 with Child("sleeper", "timeit", ["-n1", "-r1", "import time; time.sleep(600)"], log=Path(sys.argv[1])):

@@ -108,14 +108,14 @@ def _words_of(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, bits: tl.t
     s = scale[None, :]
     if odd:
         word = four_codes(tl.div_rn(a, s), tl.div_rn(b, s), tl.div_rn(c, s), tl.div_rn(d, s),
-                           LARGEST, MANTISSA, NORMAL, CODE, ASM)
+                          LARGEST, MANTISSA, NORMAL, CODE, ASM)
         word = tl.where(bits[None, :] >= INFINITY, _NAN_CODES, word)
     else:
         r, tail = inverse(scale)
         r, tail = r[None, :], tail[None, :]
         word = four_codes(over(a, s, r, tail, not ASM), over(b, s, r, tail, not ASM),
-                           over(c, s, r, tail, not ASM), over(d, s, r, tail, not ASM),
-                           LARGEST, MANTISSA, NORMAL, CODE, ASM)
+                          over(c, s, r, tail, not ASM), over(d, s, r, tail, not ASM),
+                          LARGEST, MANTISSA, NORMAL, CODE, ASM)
     return word
 
 

@@ -134,8 +134,8 @@ def _code(value: tl.tensor, y: tl.tensor, CODE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def four_codes(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, LARGEST: tl.constexpr,
-                MANTISSA: tl.constexpr, NORMAL: tl.constexpr, CODE: tl.constexpr,
-                ASM: tl.constexpr) -> tl.tensor:
+               MANTISSA: tl.constexpr, NORMAL: tl.constexpr, CODE: tl.constexpr,
+               ASM: tl.constexpr) -> tl.tensor:
     """The codes of a to d as int32, d's in the uppermost byte."""
     if ASM and MANTISSA == 3:
         return tl.inline_asm_elementwise(

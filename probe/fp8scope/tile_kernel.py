@@ -106,9 +106,7 @@ def round_trip(
     return row
 
 
-def quantize_tiles(
-    x: Tensor, element: Format, *, power_of_two: bool = False, out: RowSums
-) -> Quantized:
+def quantize_tiles(x: Tensor, element: Format, *, power_of_two: bool = False, out: RowSums) -> Quantized:
     """`quantize.quantize_tiles` for what `fits`; its round trip is added to `out`, but for the histogram."""
     codes = x.new_empty(x.shape, dtype=DTYPES[element.name])
     scales = x.new_empty((x.shape[1] // TILE_EDGE, x.shape[0]), dtype=torch.float32).t()

@@ -22,9 +22,10 @@ from fp8scope_protocol.documents import RunDocument
 from fp8scope_protocol.errors import Fp8scopeError, Invalid
 from fp8scope_protocol.rules import Clause, Condition, Rule
 from fp8scope_server.children import Child
+from fp8scope_server.interrupt import raise_on_terminate
 from fp8scope_server.reader import Reader
 from fp8scope_server.story import read_story
-from fp8scope_server.up import Services, add_ports, ports, raise_on_terminate, services, wait_for_interrupt
+from fp8scope_server.up import Services, add_ports, ports, services, wait_for_interrupt
 
 DEFAULT_STEPS = 110
 CONTROL_EVERY = 5

@@ -5,6 +5,7 @@ every dataclass while its module is imported. A program run by -m that caught it
 then still killed by SIGINT at its exit: 9 of 536 starts of `fp8scope up` that were told to end.
 """
 
+import signal
 from typing import NoReturn
 
 
@@ -15,3 +16,13 @@ class Interrupted(KeyboardInterrupt):
 def interrupt(*_: object) -> NoReturn:
     """A signal's handler."""
     raise Interrupted
+
+
+def raise_on_terminate() -> None:
+    """SIGTERM and Ctrl-C end this process through every `with` block, at its start too.
+
+    A shell starts a background job with SIGINT ignored, and Python then leaves it so. uvicorn, when it runs,
+    ends requests first and then sends itself the signal again.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)

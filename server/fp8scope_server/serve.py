@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import signal
 import socket
 import sys
 
@@ -10,15 +9,14 @@ import uvicorn
 
 from fp8scope_protocol.errors import Fp8scopeError, Invalid
 from fp8scope_server.app import create_app
-from fp8scope_server.interrupt import interrupt
+from fp8scope_server.interrupt import raise_on_terminate
 from fp8scope_server.settings import ServerSettings
 
 
 def main() -> int:
     """Serve as the environment says. 0 after a clean stop, 2 when it cannot start."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)  # uvicorn, when it runs, ends requests first and sends it again
+    raise_on_terminate()
     try:
         settings = ServerSettings.from_environment()
         with _listen(settings) as listener:

@@ -19,7 +19,7 @@ from fp8scope_protocol.access import data_home, ensure_token, token_path
 from fp8scope_protocol.command_line import Parser
 from fp8scope_protocol.errors import Fp8scopeError, Invalid
 from fp8scope_server.children import Child, check_running
-from fp8scope_server.interrupt import interrupt
+from fp8scope_server.interrupt import raise_on_terminate
 
 START_SECONDS = 120.0
 """Longest wait for a service: a first start creates a database cluster, a start after a crash replays one."""
@@ -79,15 +79,6 @@ def wait_for_interrupt(children: Sequence[Child]) -> None:
     while not stopped.wait(1):
         if not stopped.is_set():
             check_running(children)
-
-
-def raise_on_terminate() -> None:
-    """SIGTERM and Ctrl-C end this process through every `with` block, at its start too.
-
-    A shell starts a background job with SIGINT ignored, and Python then leaves it so.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
 
 
 def add_ports(parser: argparse.ArgumentParser) -> None:

@@ -33,16 +33,21 @@ def network(device: str) -> nn.Sequential:
     return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).to(device)
 
 
+def told(worker: MemoryWorker) -> Recorded:
+    """Of the first step."""
+    record = worker.record(0)
+    assert record.tables is not None
+    assert record.layout is not None
+    return record.tables, record.layout, [e.text for e in record.events]
+
+
 def recorded(model: nn.Module, worker: MemoryWorker, device: str, *, parts: int = 1) -> Recorded:
     """One step; all ranks have the same batch, or each its part of it."""
     batch = torch.randn(256, 256, generator=torch.Generator().manual_seed(1)).to(device)
     with Scope(model, (), worker=worker, every=1) as scope:
         (model(batch.chunk(parts)[worker.rank % parts]).square().sum() / batch.numel()).backward()
         scope.step(0)
-    record = worker.record(0)
-    assert record.tables is not None
-    assert record.layout is not None
-    return record.tables, record.layout, [e.text for e in record.events]
+    return told(worker)
 
 
 def train(rank: int, folder: str, device: str) -> None:
@@ -121,10 +126,7 @@ def counted(rank: int, world: int, tensor: int, precision: Precision) -> Recorde
     with Scope(model, (), worker=worker, every=1) as scope:
         (model(mine).square().sum() / rows.numel()).backward()
         scope.step(0)
-    record = worker.record(0)
-    assert record.tables is not None
-    assert record.layout is not None
-    return record.tables, record.layout, [e.text for e in record.events]
+    return told(worker)
 
 
 def cut(rank: int, folder: str, world: int) -> None:

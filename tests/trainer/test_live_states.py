@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.trainer.stepping import SHAPE, gradient, stepped
 from torch import Tensor, nn
 
 from fp8scope_protocol.errors import Invalid
@@ -16,19 +17,6 @@ from fp8scope_trainer.place import columns_of
 from fp8scope_trainer.reformat import format_in
 from fp8scope_trainer.sgd import SGD
 from fp8scope_trainer.torch_states import from_torch
-
-SHAPE = (24, 200)
-
-
-def gradient(step: int, shape: tuple[int, ...] = SHAPE) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(step))
-
-
-def stepped(optimizer: StateOptimizer, steps: range) -> None:
-    for step in steps:
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.grad = gradient(step, tuple(parameter.shape)).to(parameter.dtype)
-        optimizer.step()
 
 
 @pytest.mark.parametrize(("theirs", "ours", "other"), [

@@ -1,6 +1,6 @@
 """An optimizer's codes, scales and weights do not depend on how many ranks hold them."""
 
-import importlib.util
+import importlib
 from pathlib import Path
 from types import ModuleType
 
@@ -14,12 +14,7 @@ JOB = Path(__file__).with_name("mesh_job.py")
 @pytest.fixture(scope="module")
 def job() -> ModuleType:
     """The job, importable here for its one-process form."""
-    spec = importlib.util.spec_from_file_location("mesh_job", JOB)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tests.trainer.mesh_job")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.trainer.stepping import SHAPE, gradient, stepped
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -14,24 +15,11 @@ from fp8scope_trainer.adam import Adam
 from fp8scope_trainer.adamw import AdamW, parameter_groups
 from fp8scope_trainer.decoder import Decoder, DecoderConfig
 from fp8scope_trainer.lion import Lion
-from fp8scope_trainer.optimizer import StateOptimizer
 from fp8scope_trainer.sgd import SGD
 from fp8scope_trainer.state_block import FORMATS
 
-SHAPE = (24, 200)
 BYTES = {"fp32": 8, "bf16": 4, "int16": 4, "fp8": 2, "int8": 2, "int4": 1}
 """Of the codes of both moments, a parameter."""
-
-
-def gradient(step: int, shape: tuple[int, ...] = SHAPE) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(step))
-
-
-def stepped(optimizer: StateOptimizer, steps: range) -> None:
-    for step in steps:
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.grad = gradient(step, tuple(parameter.shape)).to(parameter.dtype)
-        optimizer.step()
 
 
 def raw(tensor: Tensor) -> Tensor:

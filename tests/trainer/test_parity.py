@@ -1,6 +1,6 @@
 """The parity benchmark's judgement, and that a comparison goes on where it was cut off."""
 
-import importlib.util
+import importlib
 import json
 import sys
 from dataclasses import asdict, replace
@@ -16,13 +16,7 @@ FILE = Path(__file__).parents[2] / "benchmarks" / "parity.py"
 @pytest.fixture(scope="module")
 def parity() -> ModuleType:
     """The benchmark as a module."""
-    spec = importlib.util.spec_from_file_location("parity_benchmark", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its classes are looked up there
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("benchmarks.parity")
 
 
 def runs(parity: ModuleType, recipe: str, seeds: int = 5) -> list[Any]:

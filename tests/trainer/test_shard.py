@@ -1,6 +1,6 @@
 """ZeRO-2: two real ranks give what one process gives."""
 
-import importlib.util
+import importlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,12 +17,7 @@ JOB = Path(__file__).with_name("shard_job.py")
 @pytest.fixture(scope="module")
 def job() -> ModuleType:
     """The job, importable here for its one-process form."""
-    spec = importlib.util.spec_from_file_location("shard_job", JOB)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tests.trainer.shard_job")
 
 
 @pytest.fixture(scope="module")

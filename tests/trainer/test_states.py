@@ -1,6 +1,6 @@
 """The benchmark of optimizer states: what it measures and judges, and that it goes on where it stopped."""
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -20,13 +20,7 @@ FILE = Path(__file__).parents[2] / "benchmarks" / "states.py"
 @pytest.fixture(scope="module")
 def states() -> ModuleType:
     """The benchmark as a module."""
-    spec = importlib.util.spec_from_file_location("states_benchmark", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its classes are looked up there
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("benchmarks.states")
 
 
 def found(loss: float, *, direct: float = 1.0, probe: float | None = 1.0, fallen: float = 1.0

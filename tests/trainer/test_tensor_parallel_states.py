@@ -1,6 +1,6 @@
 """States of parameters whose columns are cut, or rows in other ways than one after the other."""
 
-import importlib.util
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +17,7 @@ JOB = Path(__file__).with_name("tensor_parallel_job.py")
 @pytest.fixture(scope="module")
 def job() -> ModuleType:
     """The job, importable here for its one-process form."""
-    spec = importlib.util.spec_from_file_location("tensor_parallel_job", JOB)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tests.trainer.tensor_parallel_job")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -1,6 +1,6 @@
 """Every ZeRO stage on two and four real ranks gives what one process gives; what cannot work is refused."""
 
-import importlib.util
+import importlib
 import subprocess
 import sys
 from functools import partial
@@ -27,12 +27,7 @@ Ranks = list[dict[str, dict[str, Any]]]
 @pytest.fixture(scope="module")
 def job() -> ModuleType:
     """The job, importable here for its one-process form."""
-    spec = importlib.util.spec_from_file_location("zero_job", JOB)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tests.trainer.zero_job")
 
 
 @pytest.fixture(scope="module")

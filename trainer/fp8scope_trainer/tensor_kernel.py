@@ -75,11 +75,11 @@ def _words_of(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, scale: tl.
     if scale < _HUGE:
         r, tail = inverse(scale)
         word = four_codes(over(a, scale, r, tail, not ASM), over(b, scale, r, tail, not ASM),
-                           over(c, scale, r, tail, not ASM), over(d, scale, r, tail, not ASM),
-                           LARGEST, MANTISSA, NORMAL, CODE, ASM)
+                          over(c, scale, r, tail, not ASM), over(d, scale, r, tail, not ASM),
+                          LARGEST, MANTISSA, NORMAL, CODE, ASM)
     else:
         word = four_codes(tl.div_rn(a, scale), tl.div_rn(b, scale), tl.div_rn(c, scale),
-                           tl.div_rn(d, scale), LARGEST, MANTISSA, NORMAL, CODE, ASM)
+                          tl.div_rn(d, scale), LARGEST, MANTISSA, NORMAL, CODE, ASM)
     return word
 
 
