@@ -81,13 +81,14 @@ def quantizers(tokens: int, width: int, rounds: int) -> dict[str, Any]:
         "copy": lambda: target.copy_(x),
         "tiles": lambda: backend.quantize_tiles(x, E4M3),
         "tiles of x.t()": lambda: backend.quantize_tiles(x.t(), E4M3),
+        "tiles, both": lambda: backend.quantize_both(x, E4M3),
         "blocks": lambda: backend.quantize_blocks(x, E4M3),
         "blocks of x.t()": lambda: backend.quantize_blocks(x.t(), E4M3),
         "transpose of codes": lambda: transposed(codes),
         "t().contiguous() of codes": lambda: codes.t().contiguous(),
     }
     scale = torch.ones(1, 1, device="cuda")
-    bytes_of = {"copy": 4, "transpose of codes": 2, "t().contiguous() of codes": 2}
+    bytes_of = {"copy": 4, "tiles, both": 4, "transpose of codes": 2, "t().contiguous() of codes": 2}
     for given, turned in product((None, scale), (False, True)):
         name = f"tensor, {'current' if given is None else 'delayed'}{', both' if turned else ''}"
         bytes_of[name] = (4 if given is None else 2) + 1 + turned
@@ -174,6 +175,7 @@ def host_parts(width: int, out: int, rounds: int) -> dict[str, Any]:
     calls: dict[str, Callable[[], object]] = {
         "tiles": lambda: backend.quantize_tiles(x, E4M3),
         "tiles of x.t()": lambda: backend.quantize_tiles(x.t(), E4M3),
+        "tiles, both": lambda: backend.quantize_both(x, E4M3),
         "blocks": lambda: backend.quantize_blocks(w, E4M3),
         "tensor, both": lambda: quantize_tensor(x, E4M3, turned=True),
         "transpose of codes": lambda: transposed(blocks.codes),

@@ -61,6 +61,19 @@ def quantize_tiles(
     return q
 
 
+def quantize_both(
+    x: Tensor, element: Format, *, power_of_two: bool = False
+) -> tuple[Quantized, Quantized]:
+    """[1,128] tiles of x [R, C] and of x.t(), with current scales; from one read where the kernel fits."""
+    if runs_kernels(x, element):
+        from fp8scope import both_kernel
+
+        if (both := both_kernel.quantize_both(x, element, power_of_two=power_of_two)) is not None:
+            return both
+    return (quantize_tiles(x, element, power_of_two=power_of_two),
+            quantize_tiles(x.t(), element, power_of_two=power_of_two))
+
+
 def quantize_blocks(
     x: Tensor, element: Format, *, scales: Tensor | None = None, power_of_two: bool = False
 ) -> Quantized:

@@ -97,7 +97,8 @@ class LinearHook(Inert):
                                   output)
             return None
         watch = self.watch
-        if not self.alone or (watch.idle and not (watch.recording or watch.asks_capturing())):
+        if not self.alone or (watch.idle and not (
+                watch.recording or (watch.side_stream() and watch.asks_capturing()))):
             return None  # as `attends` says, in one call less
         if not is_compiling() and watch.counts(module) and watch.measuring:
             call = self.probe.call
@@ -119,7 +120,7 @@ class ForwardPreHook(Inert):
         if is_dynamo_compiling():  # see LinearHook
             return
         watch = self.watch
-        if watch.idle and not (watch.recording or watch.asks_capturing()):
+        if watch.idle and not (watch.recording or (watch.side_stream() and watch.asks_capturing())):
             return
         if is_compiling():
             return

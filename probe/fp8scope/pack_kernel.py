@@ -18,9 +18,9 @@ between threads, a quarter of the accesses to shared memory that bytes would tak
 Blocks of x.t() come from the same kernel with [128, 128] a program and one scale.
 
 Measured on an H200, share of the bandwidth of a copy, 256 MiB: tiles 99 %, tiles of x.t() 91 %, blocks of
-8192 x 8192 97 %; `quantize_kernel` 60, 42 and 49 %. Rejected: both orientations from one read, [128, 128] a
-program (356 us where the two kernels take 201); a store for each half of a pair instead of a joined one
-(79 %); hints of eviction (76 %), caps on registers (72 % and less).
+8192 x 8192 97 %; `quantize_kernel` 60, 42 and 49 %. Both orientations at once: `both_kernel`. Rejected: a
+store for each half of a pair instead of a joined one (79 %); hints of eviction (76 %), caps on registers
+(72 % and less).
 """
 
 import math
@@ -50,7 +50,7 @@ from fp8scope_protocol.formats import TILE as TILE_EDGE
 from fp8scope_protocol.formats import Format
 
 _ROWS = 16  # of a program for tiles of x
-_WIDTH = 64  # columns of x of a program for tiles of x.t()
+WIDTH = 64  # columns of x of a program for tiles of x.t()
 
 _HUGE = tl.constexpr(0x71800000)  # the bits of 2^100
 _NAN_CODES = tl.constexpr(0x7F7F7F7F)
@@ -119,15 +119,14 @@ def _words_of(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, bits: tl.t
     return word
 
 
-@triton.jit(do_not_specialize=["R"])
-def _tiles_kernel(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, R: tl.tensor, C: tl.tensor,
-                  stride: tl.tensor, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, NORMAL: tl.constexpr,
-                  CODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, ASM: tl.constexpr,
-                  ROWS: tl.constexpr) -> None:
-    """x [R, C], `stride` pairs from row to row; scales [C / 128, R]."""
-    tiles = C // TILE
-    tile = (tl.program_id(0) % tiles).to(tl.int64)
-    rows = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+@triton.jit
+def pack_rows(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, first: tl.tensor,
+              tile: tl.tensor, R: tl.tensor, C: tl.tensor, stride: tl.tensor, LARGEST: tl.constexpr,
+              MANTISSA: tl.constexpr, NORMAL: tl.constexpr, CODE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+              ASM: tl.constexpr, ROWS: tl.constexpr) -> None:
+    """ROWS rows of x [R, C] from `first` on, `stride` pairs from row to row, of the 128 columns of `tile`;
+    scales [C / 128, R]."""
+    rows = first + tl.arange(0, ROWS)
     columns = tile * (TILE // 2) + tl.arange(0, TILE // 2)
     pairs = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + rows[:, None] * stride + columns[None, :])
     most = max_of_pairs(pairs & MAGNITUDES, 1, ASM)
@@ -140,14 +139,26 @@ def _tiles_kernel(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor,
     tl.store(to, codes)
 
 
+@triton.jit(do_not_specialize=["R"])
+def _tiles_kernel(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, R: tl.tensor, C: tl.tensor,
+                  stride: tl.tensor, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, NORMAL: tl.constexpr,
+                  CODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, ASM: tl.constexpr,
+                  ROWS: tl.constexpr) -> None:
+    tiles = C // TILE
+    tile = (tl.program_id(0) % tiles).to(tl.int64)
+    first = (tl.program_id(0) // tiles).to(tl.int64) * ROWS
+    pack_rows(x_ptr, codes_ptr, scales_ptr, first, tile, R, C, stride, LARGEST, MANTISSA, NORMAL, CODE,
+              POWER_OF_TWO, ASM, ROWS)
+
+
 @triton.jit
-def _columns_kernel(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, R: tl.tensor,
-                    C: tl.tensor, stride: tl.tensor, LARGEST: tl.constexpr, MANTISSA: tl.constexpr,
-                    NORMAL: tl.constexpr, CODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, ASM: tl.constexpr,
-                    WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """Codes [C, R] and scales [R / 128, C] of x.t(), of x [R, C]; BLOCK: scales [R / 128, C / 128]."""
+def pack_columns(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, band: tl.tensor,
+                 tile: tl.tensor, R: tl.tensor, C: tl.tensor, stride: tl.tensor, LARGEST: tl.constexpr,
+                 MANTISSA: tl.constexpr, NORMAL: tl.constexpr, CODE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+                 ASM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Codes [C, R] and scales [R / 128, C] of x.t(), of x [R, C]: the `band` of WIDTH columns of 128 rows;
+    BLOCK: scales [R / 128, C / 128]."""
     bands = C // WIDTH
-    band, tile = (tl.program_id(0) % bands).to(tl.int64), (tl.program_id(0) // bands).to(tl.int64)
     four, pair = tl.arange(0, TILE // 4), tl.arange(0, WIDTH // 2)
     x_ptr = x_ptr.to(tl.pointer_type(tl.int32)) + (tile * TILE + 4 * four)[:, None] * stride
     x_ptr += (band * (WIDTH // 2) + pair)[None, :]
@@ -183,6 +194,17 @@ def _columns_kernel(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tenso
 
 
 @triton.jit
+def _columns_kernel(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, R: tl.tensor,
+                    C: tl.tensor, stride: tl.tensor, LARGEST: tl.constexpr, MANTISSA: tl.constexpr,
+                    NORMAL: tl.constexpr, CODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, ASM: tl.constexpr,
+                    WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    bands = C // WIDTH
+    band, tile = (tl.program_id(0) % bands).to(tl.int64), (tl.program_id(0) // bands).to(tl.int64)
+    pack_columns(x_ptr, codes_ptr, scales_ptr, band, tile, R, C, stride, LARGEST, MANTISSA, NORMAL, CODE,
+                 POWER_OF_TWO, ASM, WIDTH, BLOCK)
+
+
+@triton.jit
 def _blocks_kernel(x_ptr: tl.tensor, codes_ptr: tl.tensor, scales_ptr: tl.tensor, C: tl.tensor,
                    stride: tl.tensor, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, NORMAL: tl.constexpr,
                    CODE: tl.constexpr, POWER_OF_TWO: tl.constexpr, ASM: tl.constexpr) -> None:
@@ -214,7 +236,7 @@ def quantize_tiles(x: Tensor, element: Format, *, power_of_two: bool = False) ->
     """`quantize.quantize_tiles` of x [R, C]; None if neither x nor x.t() fits."""
     if fits(x, element, _ROWS):
         rows, columns = x.shape
-        codes, scales = _empty(x, rows, columns, element)
+        codes, scales = empty(x, rows, columns, element)
         _tiles(element, power_of_two, x.is_cuda)(
             (rows // _ROWS) * (columns // TILE_EDGE), x, codes.view(torch.uint8), scales, rows, columns,
             x.stride(0) // 2)
@@ -223,9 +245,9 @@ def quantize_tiles(x: Tensor, element: Format, *, power_of_two: bool = False) ->
     if not fits(turned, element, TILE_EDGE):
         return None
     columns, rows = x.shape
-    codes, scales = _empty(x, columns, rows, element)
+    codes, scales = empty(x, columns, rows, element)
     _columns(element, power_of_two, x.is_cuda)(
-        (rows // TILE_EDGE) * (columns // _WIDTH), turned, codes.view(torch.uint8), scales, rows, columns,
+        (rows // TILE_EDGE) * (columns // WIDTH), turned, codes.view(torch.uint8), scales, rows, columns,
         turned.stride(0) // 2)
     return Quantized(codes, scales.t(), "tile 1x128")
 
@@ -255,7 +277,7 @@ def _turned_blocks(x: Tensor, element: Format, power_of_two: bool) -> Quantized 
     return Quantized(codes, scales.t(), "block 128x128")
 
 
-def _empty(x: Tensor, rows: int, columns: int, element: Format) -> tuple[Tensor, Tensor]:
+def empty(x: Tensor, rows: int, columns: int, element: Format) -> tuple[Tensor, Tensor]:
     """Codes [rows, columns] and scales [columns / 128, rows]."""
     return (x.new_empty((rows, columns), dtype=DTYPES[element.name]),
             x.new_empty((columns // TILE_EDGE, rows), dtype=torch.float32))
@@ -263,23 +285,23 @@ def _empty(x: Tensor, rows: int, columns: int, element: Format) -> tuple[Tensor,
 
 @cache
 def _tiles(element: Format, power_of_two: bool, compiled: bool) -> BoundLauncher:
-    constants = _constants(element, power_of_two, compiled) | {"ROWS": _ROWS}
+    constants = constants_of(element, power_of_two, compiled) | {"ROWS": _ROWS}
     return Launcher(_tiles_kernel).bound(constants, num_warps=1)
 
 
 @cache
 def _columns(element: Format, power_of_two: bool, compiled: bool, *, block: bool = False) -> BoundLauncher:
-    constants = _constants(element, power_of_two, compiled)
-    constants |= {"WIDTH": TILE_EDGE if block else _WIDTH, "BLOCK": block}
+    constants = constants_of(element, power_of_two, compiled)
+    constants |= {"WIDTH": TILE_EDGE if block else WIDTH, "BLOCK": block}
     return Launcher(_columns_kernel).bound(constants, num_warps=4 if block else 2)
 
 
 @cache
 def _blocks(element: Format, power_of_two: bool, compiled: bool) -> BoundLauncher:
-    return Launcher(_blocks_kernel).bound(_constants(element, power_of_two, compiled), num_warps=4)
+    return Launcher(_blocks_kernel).bound(constants_of(element, power_of_two, compiled), num_warps=4)
 
 
-def _constants(element: Format, power_of_two: bool, compiled: bool) -> dict[str, Any]:
+def constants_of(element: Format, power_of_two: bool, compiled: bool) -> dict[str, Any]:
     return {
         "LARGEST": element.largest, "MANTISSA": element.mantissa_bits,
         "NORMAL": 127 + int(math.log2(element.smallest_normal)), "CODE": CODE_TYPES[element.name],

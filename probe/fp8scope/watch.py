@@ -4,6 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -125,9 +126,13 @@ class Watch:
         """Whether layers were captured: replays of their graph run no hooks."""
         self.recorded: set[tuple[str, str]] = set()
         """(layer, role) of what is measured in CUDA graphs."""
+        on_gpu = rows.device.type == "cuda"  # without functions in Python; bool() is False
+        self.side_stream: Callable[[], int | bool] = (
+            partial(torch._C._cuda_getCurrentRawStream, -1) if on_gpu else bool)
+        """The current device's current stream, 0 where that is the default one, which cannot be captured: a
+        look at a variable of the thread, where `asks_capturing` calls the driver."""
         self.asks_capturing: Callable[[], bool] = (
-            # past a function in Python; bool() is False
-            torch._C._cuda_isCurrentStreamCapturing if rows.device.type == "cuda" else bool)
+            torch._C._cuda_isCurrentStreamCapturing if on_gpu else bool)
         """Whether a CUDA graph is being captured; `capturing` also takes note of it."""
         self._once_outside: set[tuple[str, ...]] = set()
         """`_once` of the step, during a capture."""

@@ -41,11 +41,12 @@ def series(number: int) -> Series:
 @contextmanager
 def capture(scope: Scope) -> Iterator[None]:
     """What hooks find while torch captures a CUDA graph. Nothing is kept for a replay."""
-    scope._watch.asks_capturing = lambda: True
+    watch = scope._watch
+    watch.side_stream = watch.asks_capturing = lambda: True
     try:
         yield
     finally:
-        scope._watch.asks_capturing = lambda: False
+        watch.side_stream = watch.asks_capturing = lambda: False
 
 
 @pytest.mark.parametrize("module", ["roundtrip_kernel", "group_kernel"])
@@ -235,14 +236,14 @@ def test_weights_of_every_captured_pass_are_recorded() -> None:
     install(find_layers(model), watch)
     watch.begin(sampling=True, detailed=True)
     assert watch.once("weight")
-    watch.asks_capturing = lambda: True
+    watch.side_stream = watch.asks_capturing = lambda: True
     assert watch.measuring
     assert not watch.detailed
     assert watch.once("weight")
     assert not watch.once("weight")
     watch.pass_begins()
     assert watch.once("weight")
-    watch.asks_capturing = lambda: False
+    watch.side_stream = watch.asks_capturing = lambda: False
     assert watch.measuring
     assert watch.detailed
     assert not watch.once("weight")

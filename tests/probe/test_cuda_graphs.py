@@ -274,6 +274,19 @@ def closed_early(job: Job, *, probe: bool) -> list[Tensor]:
     return job.weights()
 
 
+def test_only_the_stream_that_cannot_be_captured_is_no_side_stream() -> None:
+    """Off cadence a hook asks the driver for a capture on other streams only."""
+    with Job().scope() as scope:
+        watch = scope._watch
+        assert not watch.side_stream()
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            assert watch.side_stream()
+            assert not watch.asks_capturing()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            assert watch.side_stream()
+            assert watch.asks_capturing()
+
+
 def test_replays_go_on_when_the_scope_is_closed() -> None:
     """What the kernels write to is still there, though nothing else of the probe is; they do nothing."""
     with_probe, without = closed_early(Job(), probe=True), closed_early(Job(), probe=False)

@@ -152,7 +152,7 @@ def test_columns_compile(block: bool) -> None:
     from fp8scope_protocol.formats import E4M3
 
     kernel = pack_kernel._columns_kernel
-    constants = pack_kernel._constants(E4M3, False, True) | {"WIDTH": 128 if block else 64, "BLOCK": block}
+    constants = pack_kernel.constants_of(E4M3, False, True) | {"WIDTH": 128 if block else 64, "BLOCK": block}
     kinds = {"x_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32"}
     names = kernel.arg_names
     assert list(constants) == names[-len(constants):]
@@ -165,3 +165,27 @@ def test_columns_compile(block: bool) -> None:
                          options={"num_warps": 4 if block else 2}).asm["ptx"]
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
+
+
+def test_both_orientations_compile() -> None:
+    """Of tiles in one launch, for Hopper: 16 bytes a thread, load and store of codes."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fp8scope import both_kernel, pack_kernel
+    from fp8scope_protocol.formats import E4M3
+
+    kernel = both_kernel._both_kernel
+    constants = pack_kernel.constants_of(E4M3, False, True) | {"EDGE": pack_kernel.WIDTH}
+    kinds = {"x_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32", "turned_ptr": "*u8",
+             "turned_scales_ptr": "*fp32"}
+    names = kernel.arg_names
+    assert list(constants) == names[-len(constants):]
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    aligned = [name for name in names if name not in constants]
+    source = ASTSource(fn=kernel, signature=signature,
+                       constexprs={(names.index(name),): value for name, value in constants.items()},
+                       attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2}).asm["ptx"]
+    assert ptx.count("st.global.v4.b32") >= 2
+    assert "ld.global.v4.b32" in ptx

@@ -18,7 +18,7 @@ from fp8scope_protocol.formats import E4M3, E5M2
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from fp8scope import pack_kernel
+from fp8scope import both_kernel, pack_kernel
 
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
@@ -27,7 +27,7 @@ needs_hopper = pytest.mark.skipif(
 
 CHILD = """
 import sys, torch
-from fp8scope import pack_kernel
+from fp8scope import both_kernel, pack_kernel
 from fp8scope_protocol.formats import E4M3
 answers = {}
 for key, x in torch.load(sys.argv[1]).items():
@@ -35,7 +35,8 @@ for key, x in torch.load(sys.argv[1]).items():
     found = (pack_kernel.quantize_tiles(x, E4M3, **options),
              pack_kernel.quantize_tiles(x.t(), E4M3, **options),
              pack_kernel.quantize_blocks(x, E4M3, **options),
-             pack_kernel.quantize_blocks(x.t(), E4M3, **options))
+             pack_kernel.quantize_blocks(x.t(), E4M3, **options),
+             *both_kernel.quantize_both(x, E4M3, **options))
     answers[key] = [(q.codes.view(torch.uint8), q.scales) for q in found]
 torch.save(answers, sys.argv[2])
 """
@@ -62,15 +63,15 @@ def cases() -> dict[str, Tensor]:
 
 
 CASES = cases()
-WHAT = ("tiles", "tiles of x.t()", "blocks", "blocks of x.t()")
+WHAT = ("tiles", "tiles of x.t()", "blocks", "blocks of x.t()", "tiles, with x.t()", "tiles of x.t(), with x")
 
 
 def references(x: Tensor, *, power_of_two: bool = False) -> list[Quantized]:
-    """Tiles of x, of x.t(), blocks of both."""
-    return [quantize.quantize_tiles(x, E4M3, power_of_two=power_of_two),
-            quantize.quantize_tiles(x.t(), E4M3, power_of_two=power_of_two),
-            quantize.quantize_blocks(x, E4M3, power_of_two=power_of_two),
-            quantize.quantize_blocks(x.t(), E4M3, power_of_two=power_of_two)]
+    """Tiles of x, of x.t(), blocks of both; tiles again."""
+    tiles = [quantize.quantize_tiles(x, E4M3, power_of_two=power_of_two),
+             quantize.quantize_tiles(x.t(), E4M3, power_of_two=power_of_two)]
+    return [*tiles, quantize.quantize_blocks(x, E4M3, power_of_two=power_of_two),
+            quantize.quantize_blocks(x.t(), E4M3, power_of_two=power_of_two), *tiles]
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,7 @@ def test_what_does_not_fit_is_left_to_the_other_kernels(x: Tensor) -> None:
     """Blocks and tiles of x.t() say so with None."""
     assert pack_kernel.quantize_blocks(x, E4M3) is None
     assert pack_kernel.quantize_tiles(x.t(), E4M3) is None
+    assert both_kernel.quantize_both(x, E4M3) is None
     assert pack_kernel.quantize_tiles(normal((128, 128)).bfloat16(), E5M2) is None
 
 
@@ -142,7 +144,8 @@ def test_codes_and_scales_are_the_references_to_the_bit(key: str, power_of_two: 
         found = (backend.quantize_tiles(x, E4M3, power_of_two=power_of_two),
                  backend.quantize_tiles(x.t(), E4M3, power_of_two=power_of_two),
                  backend.quantize_blocks(x, E4M3, power_of_two=power_of_two),
-                 backend.quantize_blocks(x.t(), E4M3, power_of_two=power_of_two))
+                 backend.quantize_blocks(x.t(), E4M3, power_of_two=power_of_two),
+                 *backend.quantize_both(x, E4M3, power_of_two=power_of_two))
         for q, expected in zip(found, references(x, power_of_two=power_of_two), strict=True):
             assert torch.equal(q.codes.view(torch.uint8), expected.codes.view(torch.uint8))
             assert torch.equal(q.scales, expected.scales)
@@ -177,5 +180,6 @@ def test_more_than_two_to_the_31_elements() -> None:
     expected = references(x[-128:, -128:])
     tiles, columns = backend.quantize_tiles(x, E4M3), backend.quantize_tiles(x.t(), E4M3)
     blocks, turned = backend.quantize_blocks(x, E4M3), backend.quantize_blocks(x.t(), E4M3)
-    for q, one in zip((tiles, columns, blocks, turned), expected, strict=True):
+    both = backend.quantize_both(x, E4M3)
+    for q, one in zip((tiles, columns, blocks, turned, *both), expected, strict=True):
         assert torch.equal(q.codes[-128:, -128:].view(torch.uint8), one.codes.view(torch.uint8))

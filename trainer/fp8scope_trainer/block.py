@@ -55,10 +55,13 @@ def product(
     if call.history is not None:
         call.history.observe(clean)
     sums = call.sums("activation", x, policy=recipe.policy)
-    row = quantize_rows(clean, recipe, call.scale, sums=sums)
+    wanted = column is None and (call.differentiable or call.watcher is not None)
+    if wanted and recipe.wgrad_activation == "tile":
+        row, column = quantize_both(clean, recipe, call.scale, sums=sums)
+    else:
+        row = quantize_rows(clean, recipe, call.scale, sums=sums)
+        column = quantize_for_wgrad(clean, recipe, call.scale) if wanted else column
     sample = None
-    if column is None and (call.differentiable or call.watcher is not None):
-        column = quantize_for_wgrad(clean, recipe, call.scale)
     if column is not None:
         sample = hand_over_forward(call, x, weight, row.scales, column.scales, w.scales,
                                    summed=sums is not None)
