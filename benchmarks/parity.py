@@ -205,7 +205,7 @@ def done_here(options: argparse.Namespace) -> tuple[Losses, bool]:
         machine = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.machine()
         runs = wanted(options.seeds, steps=options.steps, batch=16 if large else 8, width=config.width,
                       machine=machine)
-        corpus, lr = standard_library(limit=20_000_000), 1e-3 if large else 2e-3
+        corpus, lr = standard_library(limit=20_000_000), 3e-4 if large else 5e-4
         part, parts = options.part
         losses = completed(runs[part - 1 :: parts], options.results, options.limit_s,
                            lambda run: held_out(run, config, lr, corpus, world.device))

@@ -1,6 +1,6 @@
 """What the probe costs a training step: its time with and without it, on one GPU or, by torchrun, on more.
 
-    python benchmarks/probe_overhead.py [--quick] [--json] [--hooks] [--layers 12] [--width 2048]
+    python benchmarks/probe_overhead.py [--quick] [--json] [--hooks | --memory] [--layers 12] [--width 2048]
         [--tokens 16384]
 
 Twelve layers of attention and a GELU mlp (48 linears), d = 2048, 16,384 tokens, BF16, fused AdamW, no head:
@@ -16,6 +16,7 @@ and the price of a hooked call off cadence beside an empty forward hook.
 """
 
 import argparse
+import gc
 import json
 import logging
 import math
@@ -245,6 +246,7 @@ def memory(job: Job, folder: str) -> dict[str, float]:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
 
+    gc.collect()  # what an earlier probe has left
     job.step()
     before = peak()
     with probed(job, folder, every=1, detail_every=2) as scope:
@@ -325,6 +327,9 @@ def cases(options: argparse.Namespace, folder: str) -> dict[str, dict[str, float
         if leads():
             print(f"{name:60}", {key: round(value, 2) for key, value in numbers.items()}, flush=True)
 
+    if options.memory:
+        count("memory", memory(Job(options), folder))
+        return found
     if leads():
         count("off cadence", hook_cost(folder))
     for sharding in () if options.hooks else options.sharding:
@@ -362,6 +367,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter blocks")
     parser.add_argument("--json", action="store_true", help="the last line is a JSON object")
     parser.add_argument("--hooks", action="store_true", help="hooks off cadence alone, which needs no GPU")
+    parser.add_argument("--memory", action="store_true", help="memory of the GPU alone")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=16_384)
