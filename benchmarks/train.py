@@ -193,7 +193,7 @@ def measure(
     model, optimizer = built(job, config, device)
     running = steps(model, optimizer, corpus, config, batch, device)
     with TemporaryDirectory() as folder, observed(job, model, optimizer, folder):
-        for _ in range(WARM_UP):
+        for _ in range(WARM_UP + EVERY * job.probe):  # the second measured step is the first without detail
             next(running)
         warmed = time.perf_counter() - started
         rounds = rounds if not job.probe else -(-rounds // EVERY) * EVERY
@@ -206,7 +206,8 @@ def measure(
                 tokens=batch * config.context)
     return {
         "tokens_per_second": round(speed), "step_ms": round(1e3 * step_s, 1),
-        "step_ms_min": round(1e3 * min(seconds), 1), "mfu": None if used is None else round(used, 4),
+        "step_ms_min": round(1e3 * min(seconds), 1), "step_ms_max": round(1e3 * max(seconds), 1),
+        "mfu": None if used is None else round(used, 4),
         "peak_gb": round(torch.cuda.max_memory_allocated(device) / 1e9, 2) if device.type == "cuda" else None,
         "estimate_gb": round(estimate(size_of(config), plan).bytes_per_gpu / 1e9, 2),
         "loss": round(losses[-1], 4), "build_and_warm_up_s": round(warmed, 1),

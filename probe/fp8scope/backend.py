@@ -62,17 +62,15 @@ def quantize_tiles(
 
 
 def quantize_both(
-    x: Tensor, element: Format, *, power_of_two: bool = False, out: RowSums | None = None
+    x: Tensor, element: Format, *, power_of_two: bool = False
 ) -> tuple[Quantized, Quantized]:
-    """[1,128] tiles of x [R, C] and of x.t(), with current scales; from one read where the kernel fits. `out`
-    is for x, as in `quantize_tiles`."""
+    """[1,128] tiles of x [R, C] and of x.t(), with current scales; from one read where the kernel fits."""
     if runs_kernels(x, element):
         from fp8scope import both_kernel
 
-        both = both_kernel.quantize_both(x, element, power_of_two=power_of_two, out=out)
-        if both is not None:
+        if (both := both_kernel.quantize_both(x, element, power_of_two=power_of_two)) is not None:
             return both
-    return (quantize_tiles(x, element, power_of_two=power_of_two, out=out),
+    return (quantize_tiles(x, element, power_of_two=power_of_two),
             quantize_tiles(x.t(), element, power_of_two=power_of_two))
 
 

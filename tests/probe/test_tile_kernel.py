@@ -28,7 +28,7 @@ SUM_TOLERANCE = 1e-6
 
 CHILD = """
 import sys, torch
-from fp8scope import both_kernel, tile_kernel
+from fp8scope import tile_kernel
 from fp8scope.sums import RowSums
 from fp8scope_protocol.formats import E4M3
 answers, TILES = {}, "tile 1x128"
@@ -40,10 +40,6 @@ for key, x in torch.load(sys.argv[1]).items():
 answers["round trip alone"] = tuple(tile_kernel.round_trip(x, E4M3, TILES)), None, None
 x = torch.cat([x] * 8)
 answers["blocks"] = tuple(tile_kernel.round_trip(x, E4M3, "block 128x128")), None, None
-x, row = torch.cat([x] * 3), RowSums.zeros("cpu")
-q, turned = both_kernel.quantize_both(x, E4M3, out=row)
-answers["both"] = tuple(row), q.codes.view(torch.uint8), q.scales
-answers["both, turned"] = tuple(row), turned.codes.view(torch.uint8), turned.scales
 torch.save(answers, sys.argv[2])
 """
 
@@ -116,18 +112,6 @@ def test_sums_without_codes_are_those_with_codes(answers: dict[str, Answer]) -> 
     assert differences(alone, row, tolerance=SUM_TOLERANCE) == []
 
 
-def test_both_orientations_come_with_the_sums_of_one(answers: dict[str, Answer]) -> None:
-    """Tiles of x and of x.t() from one launch, and the round trip of x: three blocks below one another."""
-    x = torch.cat([CASES["the last"]] * 24)
-    expected, q = reference("", x)
-    for name, one in (("both", q), ("both, turned", quantize.quantize_tiles(x.t(), E4M3))):
-        row, codes, scales = answers[name]
-        assert row is not None
-        assert differences(row, expected, tolerance=SUM_TOLERANCE) == []
-        assert torch.equal(codes, one.codes.view(torch.uint8))
-        assert torch.equal(scales, one.scales)
-
-
 def test_blocks_have_the_references_sums_in_the_interpreter(answers: dict[str, Answer]) -> None:
     """[128,128] blocks, of which one has NaN and Inf in it."""
     x = torch.cat([CASES["the last"]] * 8)
@@ -195,12 +179,6 @@ def test_large_tensors_on_the_gpu(shape: tuple[int, int]) -> None:
         assert differences(alone, expected, tolerance=SUM_TOLERANCE) == []
         assert differences(row, expected, tolerance=SUM_TOLERANCE) == []
         assert torch.equal(q.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
-        again, turned = RowSums.zeros("cuda"), quantize.quantize_tiles(y.t(), E4M3)
-        q, column = backend.quantize_both(y, E4M3, out=again)
-        assert differences(again, expected, tolerance=SUM_TOLERANCE) == []
-        for found, right in ((q, wanted), (column, turned)):
-            assert torch.equal(found.codes.view(torch.uint8), right.codes.view(torch.uint8))
-            assert torch.equal(found.scales, right.scales)
 
 
 @pytest.mark.gpu

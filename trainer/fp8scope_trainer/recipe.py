@@ -139,8 +139,8 @@ def quantize_both(
     x: Tensor, recipe: Recipe, scale: Tensor | None = None, *, sums: RowSums | None = None
 ) -> tuple[Quantized, Quantized]:
     """x [R, C] and x.t() [C, R], each in tiles along its rows; scale and sums as in `quantize_rows`."""
-    if scale is None:
-        return backend.quantize_both(x, E4M3, power_of_two=recipe.power_of_two, out=sums)
+    if scale is None and sums is None:
+        return backend.quantize_both(x, E4M3, power_of_two=recipe.power_of_two)
     return quantize_rows(x, recipe, scale, sums=sums), quantize_rows(x.t(), recipe, scale)
 
 
