@@ -23,7 +23,6 @@ from fp8scope_trainer.recipe import Recipe
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated"),  # by Dynamo, of its own classes
     pytest.mark.filterwarnings("ignore:The .grad attribute"),  # by Dynamo, of inputs with a history
-    pytest.mark.filterwarnings("ignore:`torch.jit"),  # by Inductor
     pytest.mark.filterwarnings("ignore:None of the inputs"),  # by checkpointing, in evaluation
 ]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.waits import no_waits
 from torch import Tensor, nn
 
 from fp8scope.scope import Scope
@@ -23,9 +24,7 @@ from fp8scope_trainer.linear import Fp8Linear
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated"),  # by Dynamo, of its own classes
-    pytest.mark.filterwarnings("ignore:`torch.jit"),  # by Inductor
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node"),  # by make_graphed_callables
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
@@ -129,11 +128,8 @@ def whole_step(job: Job, *, probe: bool = True, **options: Any) -> list[Tensor]:
         if not scope._watch.sampling:  # nothing is added off cadence
             assert all(not part.counts.any() and bool((part.maxes == -torch.inf).all())
                        for part in scope._watch.rows._parts)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             scope.step(loss=loss)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     if scope is not None:
         scope.close()
     return job.weights()
@@ -282,7 +278,9 @@ def test_only_the_stream_that_cannot_be_captured_is_no_side_stream() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
             assert watch.side_stream()
             assert not watch.asks_capturing()
+        x = torch.zeros(1, device="cuda")
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            x += 1
             assert watch.side_stream()
             assert watch.asks_capturing()
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tests.waits import no_waits
 from torch import nn
 
 from fp8scope.derive import derive
@@ -16,7 +17,6 @@ from fp8scope_trainer.linear import Fp8Linear
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
@@ -34,15 +34,8 @@ def run(device: str, live: bool, model: nn.Module, inputs: torch.Tensor) -> Memo
     optimizer = AdamW(model.parameters()) if live else torch.optim.AdamW(model.parameters(), fused=True)
     scope = Scope(model, (optimizer,), worker=_Deferred(worker), every=1)
     train_step(model, optimizer, batches[0], scope)  # kernels compile, tables grow
-    mode = torch.cuda.get_sync_debug_mode() if device == "cuda" else 0
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         train_step(model, optimizer, batches[1], scope)
-    finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode(mode)
     scope.close()
     return worker
 
