@@ -13,7 +13,8 @@ Each seed trains the reference (BF16 linears, fp32 moments) and, from the same w
     perturbed bf16   the reference with one weight moved by 1e-3: how far two equal recipes end apart
 
 Told of each: the mean over the seeds of (its held-out loss - the reference's) / the reference's, in percent,
-with its 95 % interval (Student's t). `within` where all of the interval is below 0.25 %, else `worse` where
+with its 95 % interval (Student's t); as trained, and `in BF16`: of the same weights with all products in
+BF16, which leaves out what rounding does to this one forward. `within` where all of the interval is below 0.25 %, else `worse` where
 all of it is above 0, else `undecided`: more seeds would tell. The procedure is sound if both sabotages are
 `worse`; a run of it that does not see them says nothing of FP8 either. It ends with 1 if all runs are there
 and it is not sound, or fp8 or fp8 states is not `within`; fewer than five seeds or 1,000 steps never pass.
@@ -40,6 +41,7 @@ from torch import Tensor, nn
 
 from fp8scope import backend
 from fp8scope.quantize import dequantize
+from fp8scope_protocol.commands import Precision
 from fp8scope_protocol.formats import E5M2
 from fp8scope_trainer.data import Corpus, standard_library
 from fp8scope_trainer.decoder import DecoderConfig
@@ -88,6 +90,11 @@ class SabotagedLinear(nn.Linear):
     """Takes the place of an `Fp8Linear` and its weight."""
 
     kind: Kind
+    precision: Precision = "fp8"
+
+    def set_precision(self, precision: Precision) -> None:
+        """bf16, for good."""
+        self.precision, self.kind = precision, "wgrad 2 bits"  # whose forward is that of BF16
 
     def forward(self, input: Tensor) -> Tensor:
         x = input.reshape(-1, self.in_features)
@@ -113,6 +120,8 @@ def perturb(model: nn.Module) -> None:
 
 
 REFERENCE = "bf16"
+IN_BF16 = ", in BF16"
+"""Of a recipe's name: its weights, evaluated in BF16."""
 RECIPES: dict[str, Numbers] = {
     REFERENCE: Numbers(precision="bf16"),
     "fp8": Numbers(precision="fp8"),
@@ -152,28 +161,34 @@ def read(paths: Iterable[Path]) -> Losses:
     return {Run(**line["run"]): line["held_out"] for line in lines}
 
 
-def completed(runs: list[Run], path: Path | None, limit_s: float, do: Callable[[Run], float]) -> Losses:
-    """What `path` holds, and those of `runs` that are missing there and fit into the time."""
+def completed(
+    runs: list[Run], path: Path | None, limit_s: float, do: Callable[[Run], dict[str, float]]
+) -> Losses:
+    """What `path` holds, and those of `runs` that are missing there and fit into the time. do: its losses, by
+    name."""
     losses: Losses = {} if path is None else read([path])
     started, longest = time.perf_counter(), 0.0
     for run in runs:
         begun = time.perf_counter()
         if run in losses or begun - started + longest > limit_s:
             continue
-        losses[run] = do(run)
+        found = do(run)
+        losses |= {replace(run, recipe=name): loss for name, loss in found.items()}
         longest = max(longest, time.perf_counter() - begun)
         print(f"seed {run.seed}  {run.recipe:<15} held-out {losses[run]:.5f}  "
               f"{time.perf_counter() - begun:.0f} s", flush=True)
         if path is not None:
             with path.open("a") as file:
-                file.write(json.dumps({"run": asdict(run), "held_out": losses[run]}) + "\n")
+                file.write("".join(
+                    json.dumps({"run": asdict(run) | {"recipe": name}, "held_out": loss}) + "\n"
+                    for name, loss in found.items()))
     return losses
 
 
 def judged(losses: Losses) -> dict[str, dict[str, Any]]:
     """Of each recipe what the module says; runs without their reference are left out."""
     found = {}
-    for name in list(RECIPES)[1:]:
+    for name in (one + form for one in list(RECIPES)[1:] for form in ("", IN_BF16)):
         percents = [100 * (loss / losses[base] - 1) for run, loss in losses.items()
                     if run.recipe == name and (base := replace(run, recipe=REFERENCE)) in losses]
         if not percents:
@@ -188,13 +203,13 @@ def judged(losses: Losses) -> dict[str, dict[str, Any]]:
 
 def held_out(
     run: Run, config: DecoderConfig, lr: float, corpus: Corpus[Tensor], device: torch.device
-) -> float:
-    """Trains."""
+) -> dict[str, float]:
+    """Trains. The losses, as trained and with the weights in BF16, by name."""
     last, schedule = Curve(), Schedule(steps=run.steps, batch=run.batch, lr=lr, warmup_steps=run.steps // 10,
                                        held_out_batches=64)
     for curve in trained(config, RECIPES[run.recipe], schedule, corpus, seed=run.seed, device=device):
         last = curve
-    return last.held_out
+    return {run.recipe: last.held_out, run.recipe + IN_BF16: last.in_bf16}
 
 
 def done_here(options: argparse.Namespace) -> tuple[Losses, bool]:
@@ -211,8 +226,9 @@ def done_here(options: argparse.Namespace) -> tuple[Losses, bool]:
                            lambda run: held_out(run, config, lr, corpus, world.device))
         if options.results is not None:
             losses |= read([options.results])
-    return {run: losses[run] for run in runs if run in losses}, all(run in losses for run in runs) and (
-        len(options.seeds) >= SEEDS and options.steps >= STEPS)
+    told = {replace(run, recipe=run.recipe + form) for run in runs for form in ("", IN_BF16)}
+    complete = all(run in losses for run in runs) and len(options.seeds) >= SEEDS and options.steps >= STEPS
+    return {run: loss for run, loss in losses.items() if run in told}, complete
 
 
 def merged(paths: list[Path]) -> tuple[Losses, bool]:
@@ -231,7 +247,7 @@ def main() -> int:
     losses, complete = merged(options.summary) if options.summary else done_here(options)
     found = judged(losses)
     for name, one in found.items():
-        print(f"{name:<15} {one['mean_percent']:+.4f} % +- {one['half_width_95']}  {one['verdict']} "
+        print(f"{name:<24} {one['mean_percent']:+.4f} % +- {one['half_width_95']}  {one['verdict']} "
               f"({one['seeds']} seeds)")
     sound = all(found.get(name, {}).get("verdict") == "worse" for name in SABOTAGES)
     passed = sound and complete and all(found.get(name, {}).get("verdict") == "within" for name in MUST_PASS)

@@ -51,22 +51,25 @@ def test_finished_runs_are_not_done_again(parity: ModuleType, tmp_path: Path) ->
     """Four parts cover all runs once; a part that was cut off goes on; without time nothing begins."""
     done: list[Any] = []
 
-    def do(run: Any) -> float:
+    def do(run: Any) -> dict[str, float]:
         done.append(run)
         if len(done) == 3:
             raise KeyboardInterrupt
-        return float(len(done))
+        return {run.recipe: float(len(done)), run.recipe + parity.IN_BF16: 0.5}
 
     path = tmp_path / "results"
     wanted = parity.wanted([0, 1, 2], steps=1, batch=1, width=128, machine="here")
     parts = [wanted[part::4] for part in range(4)]
     with pytest.raises(KeyboardInterrupt):
         parity.completed(parts[0], path, 1e9, do)
-    assert parity.completed(parts[0], path, -1.0, do) == {parts[0][0]: 1.0, parts[0][1]: 2.0}
+    in_bf16 = [replace(run, recipe=run.recipe + parity.IN_BF16) for run in wanted]
+    kept = parity.completed(parts[0], path, -1.0, do)
+    assert [kept[run] for run in parts[0][:2]] == [1.0, 2.0]
+    assert set(kept) == {*parts[0][:2], *in_bf16[0:5:4]}
     for part in parts:
         parity.completed(part, path, 1e9, do)
     assert sorted(map(str, done)) == sorted(map(str, [*wanted, done[2]]))
-    assert set(parity.read([path])) == set(wanted)
+    assert set(parity.read([path])) == {*wanted, *in_bf16}
 
 
 def test_a_procedure_that_accepts_a_sabotage_has_not_passed(

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fp8scope.cli import main
 from fp8scope_trainer.data import standard_library
-from fp8scope_trainer.paired import Curve, Numbers, Schedule, mean_and_half_width
-from fp8scope_trainer.proxy import compared, judged
+from fp8scope_trainer.paired import Curve, Numbers, Schedule, mean_and_half_width, trained
+from fp8scope_trainer.proxy import MODEL, compared, judged
 
 SHORT = Schedule(steps=30, batch=4, lr=2e-3, warmup_steps=5, held_out_batches=4)
 
@@ -86,3 +86,13 @@ def test_bad_input_is_refused_by_name(
     assert main(["proxy", *arguments]) == 2
     assert said in capsys.readouterr().err
 
+
+
+def test_weights_are_also_evaluated_in_bf16() -> None:
+    """An FP8 run has two held-out losses, as trained and with its products in BF16; a BF16 run has one."""
+    corpus, device = standard_library(limit=200_000), torch.device("cpu")
+    fp8, bf16 = (list(trained(MODEL, Numbers(precision=precision), SHORT, corpus, seed=0, device=device))[-1]
+                 for precision in ("fp8", "bf16"))
+    assert bf16.in_bf16 == bf16.held_out
+    assert fp8.in_bf16 != fp8.held_out
+    assert fp8.in_bf16 == pytest.approx(fp8.held_out, rel=0.01)

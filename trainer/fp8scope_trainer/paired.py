@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fp8scope.observer import Switchable
 from fp8scope_protocol.bounds import check_whole
 from fp8scope_protocol.errors import Invalid
 from fp8scope_trainer.adamw import AdamW, parameter_groups
@@ -81,6 +82,10 @@ class Curve:
     update_ratios: list[float] = field(default_factory=list)
     """||lr u|| / (lr ||w||) of each step."""
     held_out: float = float("nan")
+    """As trained."""
+    in_bf16: float = float("nan")
+    """The same of the same weights, with every layer that can be switched in BF16: what rounding has done to
+    the weights, without what it does to this forward."""
 
 
 def trained(
@@ -113,9 +118,11 @@ def trained(
             curve.update_ratios.append(optimizer.step_stats.update_weight_ratio.item() / lr)
         yield curve
     model.eval()
-    with torch.no_grad():
-        curve.held_out = fmean(_loss(model, corpus.held_out, step, config, schedule, 0, device).item()
-                               for step in range(schedule.held_out_batches))
+    curve.held_out = _held_out(model, corpus.held_out, config, schedule, device)
+    for layer in model.modules():
+        if isinstance(layer, Switchable):
+            layer.set_precision("bf16")
+    curve.in_bf16 = _held_out(model, corpus.held_out, config, schedule, device)
     yield curve
 
 
@@ -125,6 +132,14 @@ def mean_and_half_width(differences: list[float]) -> tuple[float, float]:
         return fmean(differences), float("inf")
     t = T_95[min(len(differences) - 1, len(T_95)) - 1]
     return fmean(differences), t * stdev(differences) / len(differences) ** 0.5
+
+
+@torch.no_grad()
+def _held_out(
+    model: nn.Module, text: Tensor, config: DecoderConfig, schedule: Schedule, device: torch.device
+) -> float:
+    return fmean(_loss(model, text, step, config, schedule, 0, device).item()
+                 for step in range(schedule.held_out_batches))
 
 
 def _loss(
