@@ -14,10 +14,11 @@ Each seed trains the reference (BF16 linears, fp32 moments) and, from the same w
 
 Told of each: the mean over the seeds of (its held-out loss - the reference's) / the reference's, in percent,
 with its 95 % interval (Student's t); as trained, and `in BF16`: of the same weights with all products in
-BF16, which leaves out what rounding does to this one forward. `within` where all of the interval is below 0.25 %, else `worse` where
-all of it is above 0, else `undecided`: more seeds would tell. The procedure is sound if both sabotages are
-`worse`; a run of it that does not see them says nothing of FP8 either. It ends with 1 if all runs are there
-and it is not sound, or fp8 or fp8 states is not `within`; fewer than five seeds or 1,000 steps never pass.
+BF16, which leaves out what rounding does to this one forward. `within` where all of the interval is below
+0.25 %, else `worse` where all of it is above 0, else `undecided`: more seeds would tell. The procedure is
+sound if both sabotages are `worse`; a run of it that does not see them says nothing of FP8 either. It ends
+with 1 if all runs are there and it is not sound, or fp8 or fp8 states is not `within` as trained; fewer than
+five seeds or 1,000 steps never pass.
 
 Five seeds and 1,000 steps: a decoder of 6 M parameters on a GPU, of 0.36 M on a CPU (half a minute a run).
 Finished runs are kept in --results, a line each, and not done again; none begins that would not be done
