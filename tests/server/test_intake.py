@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from http.client import HTTPConnection
 
 import pytest
 from tests.server.conftest import TOKEN, Job, RunningCollector
@@ -35,6 +36,28 @@ def test_one_more_than_the_queue_is_told_to_come_back(collector: RunningCollecto
         slow.sendall(body[10:])
         assert b" 200 " in slow.makefile("rb").readline()
         assert job.post(next_body).status_code == 200
+
+
+@pytest.mark.parametrize("status", [429, 413])
+def test_a_refusal_reaches_a_client_that_is_still_writing(collector: RunningCollector, status: int) -> None:
+    """4 MB, more than sockets hold, at a time when there is no place or over the limit: the answer comes, and
+    the connection goes on."""
+    host, port = collector.host.split(":")
+    limit = collector.app.state.intake.max_body_bytes
+    collector.app.state.intake.max_body_bytes = 2**20 if status == 413 else limit
+    collector.app.state.intake.inside += status == 429
+    try:
+        connection = HTTPConnection(host, int(port), timeout=30)
+        for _ in range(2):
+            connection.request("POST", "/api/v1/runs/x/batches", bytes(2**22),
+                               {"authorization": f"Bearer {TOKEN}"})
+            answer = connection.getresponse()
+            assert answer.status == status
+            assert b"try again" in (text := answer.read()) or b"limit of 1048576" in text
+    finally:
+        collector.app.state.intake.inside -= status == 429
+        collector.app.state.intake.max_body_bytes = limit
+        connection.close()
 
 
 def test_a_body_that_breaks_off_gives_its_place_back(collector: RunningCollector) -> None:
