@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Mapping
 
+import psycopg
 from fastapi import FastAPI, Request, WebSocket
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -42,8 +43,10 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Fp8scopeError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid_request)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(DataError, _no_such_value)
-    for kind in (OperationalError, InterfaceError, PoolTimeout):
+    for value in (DataError, psycopg.DataError):  # of SQLAlchemy, and of the driver, which copies frames
+        app.add_exception_handler(value, _no_such_value)
+    for kind in (OperationalError, InterfaceError, PoolTimeout, psycopg.OperationalError,
+                 psycopg.InterfaceError):
         app.add_exception_handler(kind, _no_database)
     app.add_exception_handler(Exception, _unexpected)
 
@@ -78,8 +81,7 @@ def _http(_: Request, error: Exception) -> Response:
 
 
 def _no_such_value(_: Request, error: Exception) -> Response:
-    assert isinstance(error, DataError)
-    return problem(422, f"the database cannot hold that: {error.orig}")
+    return problem(422, f"the database cannot hold that: {getattr(error, 'orig', error)}")
 
 
 def _no_database(_: Request, error: Exception) -> Response:

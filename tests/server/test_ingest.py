@@ -1,12 +1,14 @@
 """What probes send: stored whole, once, and to the bit, or refused with nothing stored."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import msgspec
 import numpy as np
+import psycopg
 import pytest
 import zstandard
 from tests.server.conftest import Job, RunningCollector
@@ -15,6 +17,7 @@ from fp8scope_protocol.commands import CommandReport
 from fp8scope_protocol.metrics import HISTOGRAM_BINS
 from fp8scope_protocol.series import encode_layout
 from fp8scope_protocol.wire import MAGIC, MISSING, BatchHeader, Hello, Plane, ProbeEvent, encode_hello
+from fp8scope_server.settings import ServerSettings
 
 Rows = Callable[..., list[tuple[Any, ...]]]
 Jobs = Callable[..., Job]
@@ -379,3 +382,29 @@ def test_a_lost_database_connection_is_503_and_heals(job: Jobs, rows: Rows) -> N
     assert int(answers[0].headers["retry-after"]) >= 1
     assert answers[-1].status_code == 200
     assert rows("SELECT count(*) FROM batches WHERE run_id = %s", run) == [(1,)]
+
+
+@pytest.mark.parametrize("end", ["pg_terminate_backend", "pg_cancel_backend"])
+def test_a_database_that_gives_up_while_frames_are_copied_is_503(
+    job: Jobs, rows: Rows, settings: ServerSettings, end: str
+) -> None:
+    """The batch waits for a lock on its frames when its connection is ended, or its statement alone: 503 with
+    Retry-After, nothing of it stored, and taken once when it is sent again."""
+    one, url = job(), settings.database_url
+    assert url is not None
+    run = one.start()
+    body = one.encode(0, one.values())
+    answers: list[httpx.Response] = []
+    with psycopg.connect(host=str(url.query["host"]), user=url.username, dbname=url.database) as locking:
+        locking.execute("LOCK TABLE frames IN ACCESS EXCLUSIVE MODE")
+        posting = threading.Thread(target=lambda: answers.append(one.post(body)))
+        posting.start()
+        while not rows(f"SELECT {end}(pid) FROM pg_stat_activity WHERE wait_event_type = 'Lock' "
+                       "AND starts_with(query, 'COPY frames') AND datname = current_database()"):
+            time.sleep(0.01)
+        posting.join()
+    assert answers[0].status_code == 503
+    assert int(answers[0].headers["retry-after"]) >= 1
+    assert rows("SELECT count(*) FROM batches WHERE run_id = %s", run) == [(0,)]
+    assert [one.post(body).json()["duplicate"] for _ in range(2)] == [False, True]
+    assert rows("SELECT count(*) FROM frames WHERE run_id = %s", run) == [(1,)]
